@@ -1,9 +1,9 @@
-"""How fast ling3 is: registered cases, each held to its oracle before its time is taken, beside its peer.
+"""Benchmarks of ling3: registered cases, each checked against an oracle before it is timed beside its peers.
 
-`python -m benchmarks` runs them. `decode_latency` and `soak` are commands of their own.
+`python -m benchmarks` runs them. `decode_latency`, `soak` and `server_soak` are separate commands.
 """
 
 import os
 
-# torch's kernels need room on the same GPU: without this, jax takes three quarters of it at its first array.
+# torch's kernels need room on the same GPU: without this, jax preallocates three quarters of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -29,20 +29,20 @@ def main(
     out: Path = Path("benchmarks/results"),
     scratch: Path = SCRATCH,
 ) -> None:
-    """Run registered cases: each side is held to its oracle, then all take turns, and what was seen is written down.
+    """Run benchmark cases: check each side against its oracle, measure all sides in turns, and record the results.
 
-    Results of toy sizes go into the directory `toy` beside the others. The exit status is 1 if a side of ling3 was
-    wrong or broke down.
+    Results at toy sizes go into the subdirectory `toy`. The exit status is 1 if the first side of a case, which is
+    ling3's, is wrong or fails.
 
     Args:
-        only: names of cases, or patterns of names, as 'model/*'.
-        quick: toy sizes, for seeing that everything runs.
-        rounds: how often each side is measured (otherwise each case's own number).
+        only: names or patterns of cases, such as 'model/*'.
+        quick: use toy sizes, to see that everything runs.
+        rounds: measurements of each side (by default, as many as each case says).
         show: list the cases, and measure nothing.
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
-        mlx: the Python of an environment with mlx-lm, for the same.
-        out: the directory for a JSON file and a picture of each group.
-        scratch: the directory for random checkpoints and caches, which are kept; the largest checkpoint has 5 GB.
+        mlx: the Python of an environment with mlx-lm, for the cases that compare with it.
+        out: directory for a JSON file and a plot of each group.
+        scratch: directory for random checkpoints and caches, which are kept; the largest checkpoint has 5 GB.
     """
     try:
         wanted = chosen(only)
@@ -69,9 +69,10 @@ def run_all(
     vllm: Path | None = None,
     mlx: Path | None = None,
 ) -> list[report.Record]:
-    """The records of the cases, each written to `out` as soon as it is there.
+    """Runs the cases and returns their records, each written to `out` as soon as it is complete.
 
-    Cases of the group gpu run at full size on a GPU alone. One setting for each scale keeps what its cases share.
+    Cases of the group gpu run at full size only on a GPU. Cases of one scale have one `Setting`, which keeps what they
+    share.
     """
     settings = {scale: Setting(scale, scratch, vllm, mlx) for scale in ("full", "toy")}
     records = []
@@ -92,7 +93,7 @@ def run_all(
 
 
 def _progress() -> Progress:
-    """A bar on stderr, with what is being done now."""
+    """A progress bar on stderr, with the current activity."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

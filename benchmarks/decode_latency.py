@@ -1,15 +1,15 @@
-"""The time of a decode step against the context: KDA layers are flat, MLA layers grow with the tokens in use alone.
+"""The time of a decode step against the context: constant for KDA layers, growing with tokens in use for MLA layers.
 
     python -m benchmarks.decode_latency
 
-A random model of nano's sizes with room for 65,536 tokens, float32. The engine's own pool and decode program run on
-contexts that are set, not prefilled: latents and states are random numbers, which take as long as any others. The
-model's KDA layers and its MLA layers are also run apart from it, in the same steps on memories of the same sizes. A
-measurement is the fastest of several calls of eight steps, since whatever else the machine does can only add to it;
-contexts take turns, round by round, and the rounds' median and spread are reported. Milliseconds are of this machine at
-that hour; slopes and ratios travel further.
+The model has nano's sizes, random float32 weights and room for 65,536 tokens. The engine's pool and decode program run
+at contexts that are set, not prefilled: latents and states are random numbers, which take as long as any others. The
+KDA layers and the MLA layers are also run alone, in the same steps on caches of the same sizes. A measurement is the
+fastest of several calls of eight steps, since other load on the machine can only add to it; contexts take turns, round
+by round, and the rounds' median and spread are reported. Milliseconds hold for this machine at that hour; slopes and
+ratios are more general.
 
-The last part asks what room costs that nobody uses: the same contexts in pools of more columns and more pages.
+The last part measures the cost of unused room: the same contexts in pools of more columns and more pages.
 """
 
 import dataclasses
@@ -42,20 +42,20 @@ from ling3.runtime.plots import BLACK, BLUE, RED
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ROWS = (1, 16)
-"""Running requests."""
+"""Numbers of running requests."""
 PAGE = 256
 STEPS = 8
 """Decode steps of a call, as in the engine."""
 CALLS = 7
-"""Calls, the fastest of which is a measurement."""
+"""Calls of a measurement, which is the fastest of them."""
 LONGEST = 65536
 
 Timed = Callable[[int], float]
-"""Milliseconds per step at a context."""
+"""A function that measures milliseconds per step at a context."""
 
 
 def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Timed:
-    """The engine's decode program over its pool, with room for `columns` pages a request and `pages` in all."""
+    """Times the engine's decode program over its pool, with `columns` pages per request and `pages` in all."""
     shapes = Shapes(slots=rows, pages=pages, page_size=PAGE, columns=columns, buckets=(16,), rows=(rows,))
     pool = Runner(model, shapes).pool
     pool = eqx.tree_at(lambda p: p.layers, pool, _random(pool.layers))
@@ -78,7 +78,7 @@ def whole_step(model: ling3.CausalLM, rows: int, columns: int, pages: int) -> Ti
 
 
 def layers_apart(model: ling3.CausalLM, kind: str, rows: int, columns: int) -> Timed:
-    """The attention layers of one kind alone, one after the other, step after step."""
+    """Times only the attention layers of one kind, one after the other, step after step."""
     layers = tuple(
         layer.attention for i, layer in enumerate(model.model.layers) if model.config.attention_kind(i) == kind
     )
@@ -103,7 +103,7 @@ def layers_apart(model: ling3.CausalLM, kind: str, rows: int, columns: int) -> T
 
 @functools.partial(jax.jit, donate_argnums=4)
 def _attend(layers: Any, x: Array, table: Array, start: Array, memories: Any) -> tuple[Array, Any]:
-    """STEPS tokens through some attention layers and their memories."""
+    """Runs STEPS tokens through some attention layers with their states."""
 
     def step(i, carry):
         x, memories = carry
@@ -119,13 +119,13 @@ def _attend(layers: Any, x: Array, table: Array, start: Array, memories: Any) ->
 
 
 def _random(memory: Any) -> Any:
-    """Memory of the same shapes, full of random numbers."""
+    """Arrays of the same shapes, filled with random numbers."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype), memory)
 
 
 def _table(rows: int, columns: int, pages: int, context: int) -> Array:
-    """Each row's own pages, as many as its context and the steps after it take; the others are no page."""
+    """The block table: each row has pages for its context and the steps after it; other indices are out of range."""
     used = -(-(context + STEPS) // PAGE)
     table = np.full((rows, columns), pages, np.int32)
     table[:, :used] = np.arange(rows * used).reshape(rows, used)
@@ -140,7 +140,7 @@ def _at(pool: Pool, context: int) -> Pool:
 
 
 def against_context(model: ling3.CausalLM, rows: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds per step of the whole and of its parts, at each context, with the slopes of the fitted lines."""
+    """Milliseconds per step of the complete step and of its parts, at each context, with fitted lines."""
     columns = -(-(max(CONTEXTS) + STEPS) // PAGE)
     sides = {
         "whole step": whole_step(model, rows, columns, rows * columns),
@@ -151,7 +151,7 @@ def against_context(model: ling3.CausalLM, rows: int, rounds: int) -> dict[str, 
 
 
 def unused_room(model: ling3.CausalLM, rounds: int) -> dict[str, Any]:
-    """16 requests at small contexts in pools of more and more room."""
+    """Milliseconds per step of 16 requests at small contexts, in pools of increasing size."""
     rows, contexts = 16, (128, 512)
     pools = {
         "4 columns, 64 pages": (4, 64),
@@ -162,7 +162,7 @@ def unused_room(model: ling3.CausalLM, rounds: int) -> dict[str, Any]:
 
 
 def _measured(sides: dict[str, Timed], contexts: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Each side at each context, in turns; the first round is for warming up."""
+    """Measures each side at each context, in turns; the first round only warms up."""
     times: dict[str, dict[int, list[float]]] = {name: {context: [] for context in contexts} for name in sides}
     for turn in range(rounds + 1):
         for context in contexts:
@@ -175,7 +175,7 @@ def _measured(sides: dict[str, Timed], contexts: Sequence[int], rounds: int) -> 
 
 
 def _fit(found: dict[str, Any]) -> dict[str, float]:
-    """The line through the medians, with errors weighed relative to them."""
+    """Fits a line to the medians, minimising relative errors."""
     contexts = np.asarray([float(context) for context in found["ms_per_step"]])
     medians = np.asarray([times["median"] for times in found["ms_per_step"].values()])
     slope, intercept = np.polyfit(contexts, medians, 1, w=1 / medians)
@@ -224,8 +224,8 @@ def main(rounds: int = 5, out: Path = Path("benchmarks/results")) -> None:
     """Measure, and write decode_latency.json and decode_latency.png.
 
     Args:
-        rounds: how often each context is measured.
-        out: the directory for both files.
+        rounds: measurements of each context.
+        out: directory for both files.
     """
     nano = ling3.load("nano").config
     config = dataclasses.replace(nano, max_position_embeddings=LONGEST)

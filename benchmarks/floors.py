@@ -1,4 +1,4 @@
-"""What the machine could do at best: numbers that predictions are made of, measured here and now."""
+"""The best that this machine can do, measured when needed: predictions are computed from these numbers."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ TRIES = 5
 
 
 def read_bandwidth(megabytes: int = 256) -> float:
-    """Bytes per second that a matrix-vector product reads from memory: the most that decoding can read."""
+    """Bytes per second that a matrix-vector product reads from memory; decoding cannot read faster."""
     rows = megabytes * 2**18 // 1024
     matrix, vector = jnp.ones((rows, 1024), jnp.float32), jnp.ones(1024, jnp.float32)
     return matrix.nbytes / _fastest(jax.jit(jnp.dot), matrix, vector)
@@ -24,7 +24,7 @@ def matmul_rate(size: int = 1024) -> float:
 
 
 def _fastest(function: Callable[..., Any], *arrays: jax.Array) -> float:
-    """Seconds of the fastest of several calls, since whatever else the machine does can only add to it."""
+    """Seconds of the fastest of several calls, since other load on the machine can only add to it."""
     jax.block_until_ready(function(*arrays))
     seconds = []
     for _ in range(TRIES):

@@ -1,8 +1,8 @@
-"""Things that only a fresh process can tell: how long it takes from nothing, and how much memory there ever was.
+"""Measurements that need a fresh process: the time of a cold start, and peak memory.
 
     python -m benchmarks.fresh ACTION ARGUMENT
 
-prints one JSON object on stdout. `ask` starts such a process and reads it.
+prints one JSON object on stdout. `ask` starts such a process and reads the object.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PROBES = ("lm_head.weight", "model.layers.1.mlp.experts.3.gate_proj.weight", "model.norm.weight")
-"""Tensors by whose sums two loads are compared."""
+"""Tensors whose sums are compared between ways to load them."""
 
 
 def ask(action: str, argument: str | Path = "", environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a fresh process says. RuntimeError with its last words if it fails."""
+    """The object that a fresh process prints. Raises RuntimeError with the end of its stderr if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.fresh", action, str(argument)],
         cwd=ROOT,
@@ -38,8 +38,8 @@ def ask(action: str, argument: str | Path = "", environment: Mapping[str, str] |
 
 
 def load_ling3(directory: str) -> dict[str, Any]:
-    """The checkpoint into float32, every page of it touched."""
-    import jax  # noqa: PLC0415 -- what an action imports is part of what it costs
+    """Loads a checkpoint as float32 and touches every page of it."""
+    import jax  # noqa: PLC0415 -- an action imports only what it needs
     import jax.numpy as jnp  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
 
@@ -48,7 +48,7 @@ def load_ling3(directory: str) -> dict[str, Any]:
     before, begin = _peak(), time.perf_counter()
     model = ling3.load(directory, dtype=jnp.float32)
     arrays = jax.tree.leaves(model)
-    # numpy reads the same buffers; one number of each page.
+    # numpy shares the buffers; this reads one number of each page.
     touched = sum(float(np.asarray(array).reshape(-1)[::1024].sum()) for array in arrays)
     seconds = time.perf_counter() - begin
     sums = [
@@ -67,7 +67,7 @@ def load_ling3(directory: str) -> dict[str, Any]:
 
 
 def load_stored(directory: str) -> dict[str, Any]:
-    """The checkpoint as it is stored, every page of it touched."""
+    """Loads a checkpoint in its stored dtypes and touches every page of it."""
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
 
@@ -84,7 +84,7 @@ def load_stored(directory: str) -> dict[str, Any]:
 
 
 def read(file: str) -> dict[str, Any]:
-    """A file into memory."""
+    """Reads a file into memory, with numpy."""
     import numpy as np  # noqa: PLC0415
 
     begin = time.perf_counter()
@@ -93,7 +93,7 @@ def read(file: str) -> dict[str, Any]:
 
 
 def load_transformers(directory: str) -> dict[str, Any]:
-    """The same with transformers."""
+    """Does the same as `load_ling3` with transformers."""
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
@@ -140,7 +140,7 @@ def compile_program(which: str) -> dict[str, Any]:
 
 
 def import_package(name: str) -> dict[str, Any]:
-    """Imports a package and its public names, which may come only when they are used."""
+    """Imports a package and its public names, which may be loaded lazily."""
     begin = time.perf_counter()
     package = importlib.import_module(name)
     for public in getattr(package, "__all__", ()):
@@ -149,7 +149,7 @@ def import_package(name: str) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    """The most bytes of memory this process has had at once."""
+    """The peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
         return int(found[1]) * 1024

@@ -1,8 +1,8 @@
 """mlx-lm behind a pipe: `PYTHON mlx_worker.py CHECKPOINT BITS`, with the Python of an environment that has it.
 
-The checkpoint is one in floats. BITS is 4 or 8, to which mlx quantizes it in groups of 32 with a scale and a bias each,
-or 32 for float32. A line of JSON on stdin, {"prompts": [[id, …], …], "new": [n, …]}, all prompts of one length, is
-answered by one on stdout: the greedy tokens of each prompt, `new` of them. It imports nothing of ling3.
+The checkpoint has float weights. BITS is 4 or 8, to which mlx quantizes it in groups of 32 with a scale and a bias
+each, or 32 for float32. Each line of JSON on stdin, {"prompts": [[id, …], …], "new": [n, …]} with prompts of one
+length, is answered by a line on stdout: the first `new` greedy tokens of each prompt. It imports nothing of ling3.
 """
 
 import json
@@ -14,7 +14,7 @@ GROUP = 32
 
 
 def main(directory: str, bits: str) -> None:
-    """Answers until stdin ends."""
+    """Loads the model, then answers until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import mlx.core as mx  # noqa: PLC0415

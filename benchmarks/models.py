@@ -1,8 +1,8 @@
-"""The models that are measured: Ling-3.0-tiny whole, its full width with four layers, a mid-size one, and toys.
+"""The models that are measured: Ling-3.0-tiny, its full width with four layers, a mid-size one, dense ones, and toys.
 
-`checkpoint` writes random weights in the published layout, such that rows of a batch say different things and the
-router spreads them over the experts: logits have a standard deviation near 1. Tensors are drawn one by one, each from
-its own name, straight into the file.
+`checkpoint` writes random weights in the published layout, scaled so that rows of a batch give different tokens and the
+router spreads them over the experts: logits have a standard deviation near 1. Each tensor is drawn with its name as the
+seed and written straight into the file.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ INT4_TINY = dataclasses.replace(
 """Ling-3.0-tiny in INT4, as it is published: 5 GB."""
 
 FOUR_LAYERS = dataclasses.replace(TINY, num_hidden_layers=4, q_lora_rank=None)
-"""Its full width with four layers, 1.49 billion parameters; without the Q-LoRA, which transformers has not."""
+"""Ling-3.0-tiny's full width with four layers, 1.49 billion parameters; no Q-LoRA, which transformers lacks."""
 
 MID = ling3.Ling3Config(
     vocab_size=16384,
@@ -124,7 +124,7 @@ TOY = dataclasses.replace(
     moe_intermediate_size=32,
     moe_shared_expert_intermediate_size=32,
 )
-"""One layer of each kind, 0.2 million parameters: for seeing that a case runs, not for its numbers."""
+"""One layer of each kind, 0.2 million parameters: to see that a case runs, not for its numbers."""
 
 LLAMA = LlamaConfig(
     vocab_size=128256,
@@ -170,7 +170,7 @@ QWEN3 = Qwen3Config(
     bos_token_id=151643,
     eos_token_id=(151645,),
 )
-"""Qwen3-0.6B, whole."""
+"""Qwen3-0.6B, with all its layers."""
 
 DENSE_TOY = dataclasses.replace(
     QWEN3,
@@ -185,14 +185,14 @@ DENSE_TOY = dataclasses.replace(
     bos_token_id=None,
     eos_token_id=(2,),
 )
-"""For seeing that a case runs."""
+"""A dense model to see that a case runs."""
 
 STORED_WIDE = ("expert_bias", "A_log", "dt_bias")
-"""What the published checkpoints have in float32; everything else is bfloat16."""
+"""Tensors that published checkpoints have in float32; their other floats are bfloat16."""
 
 
 def checkpoint(config: Any, scratch: Path) -> Path:
-    """A directory with random bfloat16 weights of `config`, drawn into `scratch` unless they are there already."""
+    """The directory of a checkpoint of `config` with random weights, written into `scratch` if it is not there yet."""
     fingerprint = zlib.crc32(repr(dataclasses.asdict(config)).encode())
     family = type(config).__name__.removesuffix("Config").lower()
     directory = scratch / f"{family}-{config.num_hidden_layers}x{config.hidden_size}-{fingerprint:08x}"
@@ -211,17 +211,17 @@ def checkpoint(config: Any, scratch: Path) -> Path:
         return draw_int4(name, (rows, 8 * words), weights[name]).astype(_dtype(name), copy=False)
 
     safetensors_file.write(directory / "model.safetensors", specs, tensor)
-    # Last, so that a directory with a config is whole.
+    # Written last, so that a directory with a config is complete.
     raw = config.to_dict() | {"torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return directory
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """One published tensor of floats, float32, from a seed of its own.
+    """One published tensor of floats, in float32, with its name as the seed.
 
-    Matrices keep the scale of what they multiply, and queries of MLA and the router's scores are spread by half more.
-    Decays lie between almost none and almost all; expert biases are mostly negative, and so are many biased scores.
+    Matrices keep the scale of their inputs; MLA's queries and the router's scores are 1.5 times as large. Decays range
+    from almost none to almost all; expert biases are mostly negative, and so are many biased scores.
     """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     bounds = {"expert_bias": (-0.9, 0.1), "A_log": (-1.0, 1.0), "dt_bias": (-5.0, 1.0)}
@@ -235,9 +235,9 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def draw_int4(name: str, matrix: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of a matrix in INT4, whose numbers are spread as those that `draw` gives.
+    """One stored tensor of an INT4 matrix, whose numbers have the standard deviation of those of `draw`.
 
-    Every q of -8 to 7 is equally likely, so the numbers of a group have a standard deviation of 4.6 scales.
+    Every q from -8 to 7 is equally likely, so the numbers of a group have a standard deviation of 4.6 scales.
     """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     module, _, field = name.rpartition(".")
@@ -253,7 +253,7 @@ def _std(kind: str, columns: int) -> float:
 
 
 def prompts(config: Any, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of random ids, each another."""
+    """`count` different prompts of `length` random ids."""
     return np.random.default_rng(0).integers(0, config.vocab_size, (count, length)).tolist()
 
 

@@ -1,7 +1,7 @@
-"""ling3's operators on random inputs, each beside its specification and its peers: what the cases are built from.
+"""ling3's operators on random inputs, each beside its specification and its peers; the cases are built from these.
 
-Inputs are of the size that a trained model has there: unit keys, decays over the whole of their bound, weights that
-keep the scale. Sizes come from the case, so that a CPU and a GPU run the same functions.
+Inputs have magnitudes like those in a trained model: unit keys, decays over their full range, weights that keep the
+scale. Sizes come from the case, so that a CPU and a GPU run the same functions.
 """
 
 import functools
@@ -39,7 +39,7 @@ def kda_chunk(
     calls: int = 1,
     execution: Execution | None = None,
 ) -> Trial:
-    """Prefill of KDA, as the layer runs it, against the recurrence."""
+    """KDA's prefill, as the layer runs it, against the recurrence."""
     execution = execution or Execution.default()
     inputs = _kda_inputs(batch, seq, heads, width, rounded=setting.gpu)
     arrays = tuple(inputs.values())
@@ -89,9 +89,9 @@ def kda_one_step(
 
 
 def _in_place(step: Callable[..., Any], token: list[Array], state: Array) -> tuple[Call, Call]:
-    """What is timed: a step whose state is donated, as in the engine, and goes on where the last one ended.
+    """The call to time, a step that donates its state, as in the engine, and continues from the last one's.
 
-    And what is checked: the same program's output and state, once, from the beginning.
+    And the call to check: the output and state of the same program after one step from `state`.
     """
     compiled = jax.jit(step, donate_argnums=len(token))
     held = [jnp.array(state, copy=True)]
@@ -114,7 +114,7 @@ def mla_decode(
     calls: int = 1,
     execution: Execution | None = None,
 ) -> Trial:
-    """One token's attention over pages of latents, absorbed."""
+    """One token's attention over pages of latents, in the absorbed form."""
     ours = (execution or Execution.default()).latent_attention
     rng, entry = np.random.default_rng(0), latent + rope
     columns = -(-context // PAGE)
@@ -148,7 +148,7 @@ def mla_decode(
 def mla_prefill(
     setting: Setting, seq: int, heads: int, latent: int, nope: int, rope: int, dtype: Any, calls: int = 1
 ) -> Trial:
-    """A prompt's attention over pages of its own latents, keys and values of every head expanded from them."""
+    """A prompt's attention over pages of its latents, which are expanded to keys and values of every head."""
     rng = np.random.default_rng(0)
     columns, value = -(-seq // PAGE), nope
     pages = _normal(rng, (columns, PAGE, latent + rope), dtype)
@@ -195,7 +195,7 @@ def experts(
     calls: int = 1,
     execution: Execution | None = None,
 ) -> Trial:
-    """The routed experts on tokens that each chose another handful."""
+    """The routed experts, `top_k` random ones for each token."""
     execution = execution or Execution.default()
     rng = np.random.default_rng(0)
     shapes = {
@@ -225,7 +225,7 @@ def experts(
 
 
 def router(setting: Setting, tokens: int, count: int, top_k: int, groups: int, hidden: int, calls: int = 4) -> Trial:
-    """The choice of experts, against the same law in numpy's float64."""
+    """The choice of experts, against the same formula in numpy's float64."""
     rng = np.random.default_rng(0)
     gate = Router(
         weight=_normal(rng, (count, hidden), jnp.float32, std=1.5 * hidden**-0.5),
@@ -272,7 +272,7 @@ def _trial(
     calls: int,
     tokens: int,
 ) -> Trial:
-    """Sides that give what the specification gives; the expected numbers are computed once."""
+    """A trial of sides that are checked against the specification, which is computed only once."""
     expected = functools.cache(specification)
     allowed = BFLOAT16 if setting.gpu or about["dtype"] == "bfloat16" else FLOAT32
     measured = [
@@ -287,7 +287,7 @@ def _trial(
 
 
 def _peers(make: Callable[[], tuple[str, Call]]) -> list[tuple[str, Call]]:
-    """The peer, or a side that says why it is absent."""
+    """The peer, or a side that raises Absent with the reason."""
     try:
         return [make()]
     except Absent as error:
@@ -300,7 +300,7 @@ def _peers(make: Callable[[], tuple[str, Call]]) -> list[tuple[str, Call]]:
 
 
 def _kda_inputs(batch: int, seq: int, heads: int, width: int, rounded: bool) -> dict[str, Array]:
-    """In the order of `chunk_kda`'s arguments. `rounded`: float32 numbers that bfloat16 has too, as peers read them."""
+    """Inputs in the order of `chunk_kda`'s arguments. `rounded`: q, k, v and beta are exact in bfloat16, for peers."""
     rng = np.random.default_rng(0)
     q, k, v, f = (_normal(rng, (batch, seq, heads, width), jnp.float32) for _ in range(4))
     A_log, dt_bias = (

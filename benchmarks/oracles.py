@@ -1,4 +1,4 @@
-"""When two answers count as the same: the comparisons that stand before every number."""
+"""Comparisons that decide whether two answers count as the same; every side must pass one before it is timed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 from benchmarks.registry import Wrong
 
 FLOAT32, BFLOAT16 = 2e-4, 3e-2
-"""How far an operator may lie from its specification, relative to the largest number: sums in another order, or inputs
-and weights of eight bits. A wrong mask, state or expert differs by the size of the numbers themselves."""
+"""How far an operator may be from its specification, relative to the largest number, for sums in another order or for
+bfloat16's eight bits. A wrong mask, state or expert differs by the size of the numbers themselves."""
 
 
 def close(found: Callable[[], Any], expected: Callable[[], Any], allowed: float) -> Callable[[], str]:
-    """A check that two trees of arrays differ by at most `allowed` times the largest expected number."""
+    """A check that two trees of arrays differ by at most `allowed` times the largest expected number of an array."""
 
     def check() -> str:
         ours, theirs = ([_host(x) for x in jax.tree.leaves(run())] for run in (found, expected))
@@ -36,18 +36,18 @@ def is_specification() -> str:
 
 
 def is_peer() -> str:
-    """The check of a side by which the first one is checked."""
+    """The check of a side that serves as the oracle of another."""
     return "is the oracle"
 
 
 def likeliest(
     tokens: Sequence[Sequence[int]], logits: Callable[[], np.ndarray], nats: float = 0.05, share: float = 0.97
 ) -> str:
-    """Holds greedy tokens [batch, new] to an oracle's logits [batch, new, vocab] after the same tokens.
+    """Checks greedy tokens [batch, new] against an oracle's logits [batch, new, vocab] after the same tokens.
 
-    Each must be as likely as the best one, but for `nats`; in a `1 - share` of places it need not, since where two
-    experts are nearly as good rounding alone chooses, in any implementation. A wrong model's tokens are several nats
-    below the best, nearly everywhere. Raises Wrong.
+    Each must be within `nats` of the best one, except in a share `1 - share` of places: where two experts are nearly
+    equally good, rounding chooses, in any implementation. A wrong model's tokens are several nats below the best nearly
+    everywhere. Returns the finding in words. Raises Wrong.
     """
     best = logits()
     chosen = np.take_along_axis(best, np.asarray(tokens)[..., None], axis=-1)[..., 0]
@@ -62,11 +62,11 @@ def likeliest(
 def as_near_to_exact(
     tokens: Sequence[Sequence[int]], plain: np.ndarray, exact: np.ndarray, times: float = 1.5, nats: float = 0.02
 ) -> str:
-    """Holds greedy tokens [batch, new] to two passes over the same tokens, both logits [batch, new, vocab].
+    """Checks greedy tokens [batch, new] against the logits [batch, new, vocab] of two passes over the same tokens.
 
-    `exact` is in float32, `plain` in the dtype of what is measured. In bfloat16 a model with random weights has near
-    ties everywhere, so no fixed bound tells rounding from a fault. Tokens may fall short of the exact pass's best by
-    `times` what the plain pass's own best tokens fall short of it, plus `nats`, both on average. Raises Wrong.
+    `exact` is in float32, `plain` in the measured dtype. In bfloat16 a model with random weights has near ties
+    everywhere, so no fixed bound separates rounding from errors. On average, tokens may be below the exact pass's best
+    by `times` as much as the plain pass's best tokens are, plus `nats`. Raises Wrong.
     """
 
     def shortfall(chosen: np.ndarray) -> float:

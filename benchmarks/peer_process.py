@@ -1,4 +1,4 @@
-"""A peer in a process and an environment of its own, as vLLM and mlx-lm pin other versions of much."""
+"""Runs a peer in a separate process and environment, because vLLM and mlx-lm pin other versions of many packages."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ MLX = mlx_worker.__file__, "python -m venv M; M/bin/pip install 'mlx[cpu]' mlx-l
 
 
 class PeerProcess:
-    """A worker that has the checkpoint in `directory`, on all cores. Absent if there is no environment for it.
+    """A worker process with the checkpoint in `directory`, on all cores. Raises Absent if it has no environment.
 
-    `peer` is VLLM or MLX: the worker's file, and how to install what it needs; `options` are the worker's own.
+    `peer` is VLLM or MLX: the worker's file, and how to install what it needs; `options` are passed to the worker.
     """
 
     def __init__(self, peer: tuple[str, str], python: Path | None, directory: Path, *options: str):
@@ -34,10 +34,10 @@ class PeerProcess:
         self._read()
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[list[int]]:
-        """`new` greedy tokens of each prompt, for all or for each of them, all at once."""
+        """`new` greedy tokens of each prompt (one number for all, or one for each), all prompts at once."""
         each = [new] * len(prompts) if isinstance(new, int) else list(new)
         assert self._process.stdin is not None, "it was opened with a pipe"
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_read` tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `_read` reports that
             print(json.dumps({"prompts": list(prompts), "new": each}), file=self._process.stdin, flush=True)
         return self._read()
 
@@ -49,7 +49,7 @@ class PeerProcess:
         return json.loads(line)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the worker process and closes its log."""
         self._process.kill()
         self._process.wait()
         self._log.close()

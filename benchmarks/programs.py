@@ -1,4 +1,4 @@
-"""The two programs of `ling3.generate`, lowered from shapes alone: no weight and no memory is allocated."""
+"""The two programs of `ling3.generate`, lowered from shapes alone: no weights and no caches are allocated."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ from ling3.generate import PREFILL_CHUNK
 from ling3.ops.attention import BLOCK
 
 COLUMNS = 32
-"""Pages of the one row: 8,192 tokens."""
+"""Pages of the single row: 8,192 tokens."""
 
 
 def lowered(scale: str, program: str) -> tuple[Any, int]:
-    """`decode` or `prefill` for one request, as `ling3.generate` runs it, and how many arrays go in.
+    """The lowered `program`, `decode` or `prefill` of `ling3.generate` for one request, and its number of arrays.
 
-    `scale` is full for Ling-3.0-tiny in bfloat16, or toy.
+    `scale` is "full" for Ling-3.0-tiny in bfloat16, or "toy".
     """
     config = TINY if scale == "full" else TOY
     model = structure(config, jnp.bfloat16)

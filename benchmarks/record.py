@@ -1,4 +1,4 @@
-"""How the benchmarks record what they find: JSON with command, machine and versions, and a picture beside it."""
+"""Records the results of benchmarks: JSON with command, machine and versions, and a plot beside it."""
 
 import functools
 import importlib.metadata
@@ -20,14 +20,14 @@ from ling3.runtime import native
 
 ROOT = Path(__file__).parent.parent
 PEERS = ("torch", "transformers", "flash-linear-attention", "triton")
-"""Packages whose version is noted where they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 
 
 def where(module: str = "benchmarks") -> dict[str, Any]:
-    """The command that is running, as it is repeated, and the machine with what is installed.
+    """The running command, in a form that repeats it, and the machine with its installed packages.
 
-    `native` is the kernel in C++ that products run on, "none" where it could not be compiled or is switched off, and
-    `instructions` are those that it was compiled with.
+    `native` is the C++ kernel that products run on, "none" if it could not be compiled or is switched off, and
+    `instructions` are the instruction sets that it was compiled with.
     """
     versions = {}
     for name in PEERS:
@@ -42,7 +42,7 @@ def where(module: str = "benchmarks") -> dict[str, Any]:
 
 
 def _arguments() -> Iterator[str]:
-    """The command line's, but for the directories that are only of this machine."""
+    """The arguments of the command line, without directories that exist only on this machine."""
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         if argument in ("--scratch", "--out"):
@@ -56,7 +56,7 @@ def _arguments() -> Iterator[str]:
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit that is measured, with "-dirty" where files differ from it; None without git."""
+    """The measured commit, with "-dirty" if files differ from it; None without git."""
     git = shutil.which("git")
     if git is None:
         return None
@@ -81,7 +81,7 @@ def save(path: Path, findings: dict[str, Any]) -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The median of repeated measurements, and how far they lie apart: five digits of each, whole numbers whole."""
+    """The median, least and most of repeated measurements, and all of them, to five digits (integers exactly)."""
     return {
         "median": _digits(float(np.median(values))),
         "least": _digits(min(values)),

@@ -1,8 +1,8 @@
-"""What a case of the suite is, and the list of all of them.
+"""The structure of a benchmark case, and the list of all cases.
 
-A case is a function that gets a `Setting` and gives a `Trial`: sides that are measured in turns. The first side is
-ling3's; the others are peers, specifications, or ling3 in another form. Each side has a check against an oracle, and a
-side that fails it gets no number. A sweep is a trial whose sides have places `x` on an axis.
+A case is a function from a `Setting` to a `Trial`, whose sides are measured in turns. The first side is ling3's; the
+others are peers, specifications, or ling3 in another form. Each side is checked against an oracle, and a side that
+fails gets no number. A sweep is a trial whose sides have places `x` on an axis.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ T = TypeVar("T")
 
 
 class Wrong(Exception):
-    """A side's answer is not the oracle's: what was compared, how far apart it lies, and what was allowed."""
+    """A side's answer is not the oracle's. The message says what was compared, how it differs, and what was allowed."""
 
 
 class Absent(Exception):
-    """Something that a case or a side needs is not on this machine: what, and where to get it."""
+    """Something that a case or a side needs is not on this machine. The message says what, and where to get it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One thing that is measured: less is better, whatever the unit."""
+    """One thing that is measured. Less is better, except in a trial of `shares`."""
 
     name: str
     measure: Callable[[], float]
-    """One measurement, in the trial's unit."""
+    """Makes one measurement, in the trial's unit."""
     check: Callable[[], str]
-    """Holds the side to its oracle: what was found, in words. Raises Wrong."""
+    """Checks the side against its oracle and returns the finding in words. Raises Wrong."""
     x: float | None = None
-    """Its place on the axis of a sweep; sides of one name are then one line."""
+    """Its place on the axis of a sweep; the sides of one name form a line."""
 
     @property
     def key(self) -> str:
@@ -47,7 +47,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What the points of a sweep are expected to lie on: y = at_0 + slope · x, with the reason."""
+    """The line on which the points of a sweep are expected: y = at_0 + slope · x, with the reason."""
 
     slope: float
     why: str
@@ -61,36 +61,36 @@ class Trial:
     sides: Sequence[Side]
     unit: str = "ms"
     tokens: int | None = None
-    """How many tokens one measurement stands for, for a rate."""
+    """Tokens of one measurement, from which a rate is computed."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Sizes and settings, for the record."""
     published: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What others have published, in the trial's unit, by whose and where: not measured here."""
+    """Published values in the trial's unit, by author and conditions; they are not measured here."""
     axis: str | None = None
-    """What `x` is, in a sweep."""
+    """The meaning of `x` in a sweep; None for other trials."""
     predicted: Mapping[str, Line] = dataclasses.field(default_factory=dict)
-    """For lines of a sweep."""
+    """Predicted lines of a sweep, by the name of their sides."""
     shares: bool = False
-    """For a sweep: the values are percentages, of which more is better; no line is fitted to them."""
+    """True for a sweep of percentages, of which more is better; no line is fitted to them."""
     warm: bool = True
-    """Whether every side goes once unmeasured. A fresh process has nothing to warm."""
+    """Whether every side first runs once unmeasured. A fresh process has nothing to warm up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A registered case."""
+    """A registered case of the suite."""
 
     name: str
     """group/name"""
     question: str
     build: Callable[["Setting"], Trial]
     wanted: float | Mapping[str, float] | None = None
-    """Times faster than the second side, at least; or than the sides of these names."""
+    """How many times faster than the second side, or than the sides of these names, the first should be at least."""
     limit: float | None = None
-    """The first side's value, at most, in the trial's unit."""
+    """The largest value that the first side should have, in the trial's unit."""
     rounds: int = 5
     always_measured: bool = False
-    """Whether toy sizes have numbers worth a verdict too."""
+    """Whether toy sizes get a verdict too."""
 
     @property
     def group(self) -> str:
@@ -104,7 +104,7 @@ CASES: dict[str, Case] = {}
 def case(
     name: str, question: str, **facts: Any
 ) -> Callable[[Callable[["Setting"], Trial]], Callable[["Setting"], Trial]]:
-    """Registers the function below it under `group/name`. ValueError for a name that is taken."""
+    """Registers the decorated function as `group/name`. Raises ValueError for a name that is taken."""
 
     def register(build: Callable[[Setting], Trial]) -> Callable[[Setting], Trial]:
         if name in CASES:
@@ -116,7 +116,7 @@ def case(
 
 
 def chosen(globs: Sequence[str]) -> list[Case]:
-    """The cases whose names match any of the globs, in the order of registration. ValueError for a glob without any."""
+    """The cases whose names match a glob, in order of registration. Raises ValueError for a glob without a match."""
     for glob in globs:
         if not any(fnmatch.fnmatchcase(name, glob) for name in CASES):
             groups = ", ".join(sorted({f"'{each.group}/*'" for each in CASES.values()}))
@@ -125,7 +125,7 @@ def chosen(globs: Sequence[str]) -> list[Case]:
 
 
 class Setting:
-    """Where a case runs: at which sizes, on which backend, with which room for scratch files."""
+    """The setting of a run: the scale, the backend, a directory for scratch files, and the peers' environments."""
 
     def __init__(
         self,
@@ -141,16 +141,16 @@ class Setting:
         self._found: dict[Any, Any] = {}
 
     def size(self, *, full: T, toy: T) -> T:
-        """The one of the two that is for this scale."""
+        """Returns `full` or `toy`, depending on the scale."""
         return full if self.scale == "full" else toy
 
     @property
     def gpu(self) -> bool:
-        """Whether jax runs on one."""
+        """Whether jax runs on a GPU here."""
         return self.backend == "gpu"
 
     def keep(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` gave for this key the last time, or gives now; what was kept for another key is let go first."""
+        """The cached result of `make` for this key. Only one key is cached: another's result is freed first."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None
             gc.collect()
@@ -158,14 +158,14 @@ class Setting:
         return self._kept[1]
 
     def once(self, key: Any, find: Callable[[], T]) -> T:
-        """What `find` found for this key, found once; an error is found again."""
+        """The cached result of `find` for this key; if it raised an error, it is called again."""
         if key not in self._found:
             self._found[key] = find()
         return self._found[key]
 
 
 def milliseconds(run: Callable[[], Any], calls: int = 1) -> Callable[[], float]:
-    """Measures milliseconds per call of `run`, `calls` of them sent off one after the other and then awaited."""
+    """A function that measures milliseconds per call of `run`: `calls` are dispatched, and then the last is awaited."""
 
     def measure() -> float:
         result, begin = None, time.perf_counter()
@@ -178,7 +178,7 @@ def milliseconds(run: Callable[[], Any], calls: int = 1) -> Callable[[], float]:
 
 
 def await_arrays(result: Any) -> None:
-    """Waits for what jax or torch still computes."""
+    """Waits until jax or torch has computed `result`."""
     jax.block_until_ready(result)
     leaves = jax.tree.leaves(result)
     if leaves and type(leaves[0]).__module__.split(".")[0] == "torch" and leaves[0].is_cuda:

@@ -1,7 +1,7 @@
-"""What the suite found, in the terminal and in files: a table, and a JSON file and a picture for each group.
+"""Reports of the suite: a table in the terminal, and a JSON file and a plot for each group.
 
-A group's JSON holds the newest record of each of its cases, each with the command, time, machine and versions that it
-was measured with: a group may be measured in pieces.
+A group's JSON holds the newest record of each of its cases, each with the command, time, machine and versions of its
+measurement, because the cases of a group may be measured separately.
 """
 
 import json
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def keep(out: Path, record: Record) -> None:
-    """Puts the record into its group's JSON, in place of an older one of the same case, and draws the group again."""
+    """Writes the record into its group's JSON, in place of an older one of the same case, and redraws the plot."""
     group = record["name"].partition("/")[0]
     records = read(out / f"{group}.json") | {record["name"]: record}
     save(out / f"{group}.json", records)
@@ -28,12 +28,12 @@ def keep(out: Path, record: Record) -> None:
 
 
 def read(path: Path) -> dict[str, Record]:
-    """The records of a group by name; none for a file that is not there."""
+    """The records of a group by name; empty if the file does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A row for each side of each case, one for each line of a sweep, and one for what others have published."""
+    """A table with a row for each side of a case, each line of a sweep, and each published value."""
     found = Table("case", "side", "median (least to most)", "tokens/s", "× faster is the first", "wanted", "check")
     for column in found.columns[2:6]:
         column.justify = "right"
@@ -48,19 +48,19 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def wanted(record: Record) -> str:
-    """What is wanted of a case, in words."""
+    """The goals of a case, in words."""
     words = [f"≥ {least:.2f} ×" for least in times_faster(record).values()]
     limit = record.get("wanted", {}).get("at_most")
     return "\n".join([*words, *([] if limit is None else [f"≤ {limit:g} {record.get('unit', '')}"])])
 
 
 def spread_text(values: dict[str, Any], unit: str = "") -> str:
-    """A median with the least and the most."""
+    """A median with least and most, as text."""
     return f"{values['median']:,.4g} ({values['least']:,.4g} to {values['most']:,.4g}){unit and ' ' + unit}"
 
 
 def why_no_number(side: Record) -> str:
-    """What a side has in place of a number, or what its check found."""
+    """Why a side has no number, or else what its check found."""
     for kind in ("wrong", "failed", "absent"):
         if kind in side:
             return f"{kind}: {side[kind]}"
@@ -82,7 +82,7 @@ def _rows(record: Record) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _line_rows(record: Record) -> Iterator[tuple[str, str, str, str, str]]:
-    """First and last point of each line, and its slope beside the predicted one; of shares every point."""
+    """The first and last point of each line, and its slope beside the predicted one; for shares, every point."""
     for name in dict.fromkeys(side["name"] for side in record["sides"]):
         points = [side for side in record["sides"] if side["name"] == name]
         seen = [point for point in points if "values" in point]

@@ -1,7 +1,7 @@
-"""Runs one case: every side is held to its oracle, then all take turns, and what was seen becomes a record.
+"""Runs one case: checks every side against its oracle, measures all sides in turns, and makes a record.
 
-Ratios are taken within a round, so that whatever else the machine does is shared by both; a record has their median,
-least and most, and every single measurement.
+Ratios are taken within a round, so that other load on the machine affects both sides; a record has their median, least
+and most, and every single measurement.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ Note = Callable[[str], None]
 
 
 def run(case: Case, setting: Setting, rounds: int | None = None, note: Note = lambda _: None) -> dict[str, Any]:
-    """The case's record, plain values for JSON. `note` hears what is being done.
+    """Runs a case and returns its record, plain values for JSON. `note` is called with the current activity.
 
-    `outcome` is "met" or "missed" for a case with something wanted, "measured" for others; "wrong" if the first side
-    failed its check, "failed" if it broke down, "absent" if it cannot run here.
+    `outcome` is "met" or "missed" for a case with goals, "measured" for others; "wrong" if the first side failed its
+    check, "failed" if it raised an error, "absent" if it cannot run here.
     """
     record = {"name": case.name, "question": case.question, "scale": setting.scale, **where()}
     note("preparing")
@@ -30,7 +30,7 @@ def run(case: Case, setting: Setting, rounds: int | None = None, note: Note = la
     except Absent as error:
         return record | {"outcome": "absent", "why": str(error), "sides": []}
     except Exception as error:
-        # One case that breaks down may not take the others' numbers with it.
+        # An error in one case must not lose the results of the others.
         return record | {"outcome": "failed", "why": _told(error), "sides": []}
     checked = [_checked(side, note) for side in trial.sides]
     values = _measured(trial, checked, case.rounds if rounds is None else rounds, note)
@@ -49,7 +49,7 @@ def run(case: Case, setting: Setting, rounds: int | None = None, note: Note = la
 
 
 def _checked(side: Side, note: Note) -> dict[str, Any]:
-    """What the oracle says of a side: `check`, or why it gets no number."""
+    """The result of a side's `check`, or the reason why the side gets no number."""
     note(f"checking {side.key}")
     try:
         return {"check": side.check()}
@@ -62,7 +62,7 @@ def _checked(side: Side, note: Note) -> dict[str, Any]:
 
 
 def _measured(trial: Trial, checked: list[dict[str, Any]], rounds: int, note: Note) -> list[list[float]]:
-    """Each side's measurements, round by round; none for those without a passed check."""
+    """Each side's measurements, round by round; empty for sides that failed their check or a measurement."""
     values: list[list[float]] = [[] for _ in trial.sides]
     for turn in range(0 if trial.warm else 1, rounds + 1):
         for side, found, seen in zip(trial.sides, checked, values, strict=True):
@@ -82,7 +82,7 @@ def _measured(trial: Trial, checked: list[dict[str, Any]], rounds: int, note: No
 
 
 def _ratios(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
-    """How many times the first side's value each other side's is, round by round; none to a value of zero."""
+    """Each other side's value divided by the first side's, round by round; left out if the first has a zero."""
     mine, *others = values
     return {
         side.name: spread([y / x for x, y in zip(mine, other, strict=True)])
@@ -92,7 +92,7 @@ def _ratios(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
 
 
 def _lines(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
-    """The line through each sweep's medians, errors weighed relative to them, beside the predicted one."""
+    """The line fitted to each sweep's medians, minimising relative errors, beside the predicted one."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(side.name for side in trial.sides):
         points = [
@@ -114,7 +114,7 @@ def _lines(trial: Trial, values: list[list[float]]) -> dict[str, Any]:
 
 
 def _outcome(case: Case, setting: Setting, trial: Trial, record: dict[str, Any]) -> dict[str, Any]:
-    """What is wanted of the case, and whether it is so. Toy sizes have no verdict, nor has a race without its peer."""
+    """The goals of the case, and whether they are met. There is no verdict at toy sizes or without a peer's number."""
     first = record["sides"][0]
     for kind in ("wrong", "failed", "absent"):
         if kind in first:
@@ -138,7 +138,7 @@ def _outcome(case: Case, setting: Setting, trial: Trial, record: dict[str, Any])
 
 
 def _told(error: Exception) -> str:
-    """An unforeseen error and where it came from."""
+    """An unexpected error and where it was raised, as text."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{type(error).__name__} in {place.name}, line {place.lineno} of {place.filename.rpartition('/')[2]}: {error}"

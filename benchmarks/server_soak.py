@@ -1,12 +1,12 @@
-"""A long run of the server: every answer is held to its solo run, and what a server could leak is counted.
+"""A long run of the server: every answer is compared with its solo run, and leaks are looked for.
 
     python -m benchmarks.server_soak --requests 2000 --minutes 30
 
-The busy engine has few slots and too few pages, and answers clients over HTTP, who stream or wait for the whole. They
-come in bursts, evenly spread over the time. A tenth of them leaves amid the answer, a tenth sends what is malformed.
-Each answer is then asked of the lonely engine, which serves nothing else and has no prefix cache. Two fifths of the
-requests warm up; slots, pages, snapshots, threads, file descriptors, objects and memory are counted after it and at
-the end, when the server is idle.
+The busy engine has few slots and too few pages, and answers clients over HTTP, streaming or not. Requests come in
+bursts, evenly spread over the time. A tenth of the clients disconnect during the answer, and a tenth send malformed
+requests. Each answer is compared with that of the lonely engine, which serves nothing else and has no prefix cache. The
+first two fifths of the requests warm up; slots, pages, snapshots, threads, file descriptors, objects and memory are
+counted after these and at the end, when the server is idle.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from ling3.server.service import Service
 from ling3.train.nano import problems
 
 CLIENTS = 16
-"""Requests under way at once."""
+"""Requests in progress at once."""
 CANCELLED, MALFORMED = 0.1, 0.1
-"""Their shares."""
+"""Shares of requests that are cancelled, and that are malformed."""
 WARM = 0.4
-"""The share of requests after which is counted what must not grow."""
+"""The share of requests before the first count."""
 GROWTH = 0.01
-"""The share by which memory may be more in the end."""
+"""The share by which memory may grow between the first count and the last."""
 SETTLED = 20.0
-"""Seconds in which an idle server frees what clients left."""
+"""Seconds within which an idle server must free what clients left."""
 BROKEN: tuple[tuple[str, bytes, int], ...] = (
     ("chat/completions", b'{"model": "nano", "messages": [', 400),
     ("chat/completions", b"\xff\xfe", 400),
@@ -58,31 +58,31 @@ BROKEN: tuple[tuple[str, bytes, int], ...] = (
     ("completions", json.dumps({"model": "nano", "prompt": "a", "guided_regex": "("}).encode(), 400),
     ("nowhere", b"{}", 404),
 )
-"""Paths and bodies with the status that they get."""
+"""Malformed requests: path, body, and the status that they get."""
 
 
 @dataclasses.dataclass
 class Found:
-    """What a run has seen."""
+    """The counts and findings of a run."""
 
     seconds: float = 0.0
     requests: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("whole", "cancelled", "malformed"), 0)
     )
-    """By kind."""
+    """Number of requests by kind."""
     compared: int = 0
     preemptions: int = 0
     differences: list[str] = dataclasses.field(default_factory=list)
     leaks: list[str] = dataclasses.field(default_factory=list)
     before: dict[str, int] = dataclasses.field(default_factory=dict)
-    """After the warm-up."""
+    """Counts of resources after the warm-up."""
     after: dict[str, int] = dataclasses.field(default_factory=dict)
     memory: list[int] = dataclasses.field(default_factory=list)
-    """Bytes, over time."""
+    """Resident memory over time, in bytes."""
 
 
 def soak(requests: int, minutes: float, seed: int = 0) -> Found:
-    """Sends so many requests in bursts of `CLIENTS`, spread over the minutes; with 0 each as soon as it can."""
+    """Sends `requests` requests in bursts of `CLIENTS`, spread over `minutes`; with 0, each as soon as possible."""
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
     busy = ling3.Engine(model, tokenizer, **SETTINGS | {"max_queue": 1024})
     lonely = ling3.Engine(model, tokenizer, busy.settings, prefix_cache=False)
@@ -110,7 +110,7 @@ def soak(requests: int, minutes: float, seed: int = 0) -> Found:
 
 @contextmanager
 def _served(service: Service) -> Iterator[str]:
-    """The base URL of the service for as long as the context."""
+    """Serves in a thread while the context lasts, and gives the base URL."""
     config = uvicorn.Config(build(service), port=0, log_level="warning", ws="none", access_log=False)
     socket, server = config.bind_socket(), uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
@@ -126,7 +126,7 @@ def _served(service: Service) -> Iterator[str]:
 
 
 async def _clients(url: str, lonely: ling3.Engine, found: Found, due: Iterator[tuple[int, float]], seed: int) -> None:
-    """Sends the requests of these numbers, none before its time."""
+    """Sends the requests with these numbers, none before its time."""
     alone, limits = asyncio.Lock(), httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
 
     async def one_by_one() -> None:
@@ -162,7 +162,7 @@ async def _asked(
     cancelled: bool,
     tokenizer: Any,
 ) -> None:
-    """Asks something, and compares what came with the solo run: all of it, or with `cancelled` its beginning."""
+    """Sends a request and compares the answer with the solo run: all of it, or with `cancelled` its beginning."""
     stream = problems.problems(int(draw.integers(2**31)), "train")
     question, *examples = (next(stream) for _ in range(1 + int(draw.integers(3))))
     ids = tokenizer.encode(problems.ask(question, examples))[-300:]
@@ -207,7 +207,7 @@ async def _asked(
 def _settle(service: Service, lonely: ling3.Engine) -> None:
     """Waits until the server has noticed that all clients are gone, at most `SETTLED` seconds.
 
-    Then turns the engines once more: they rest as soon as nobody waits, with a call in flight that nobody wants.
+    Then steps both engines once: an idle engine may still have a call in flight whose result no request needs.
     """
     until = time.monotonic() + SETTLED
     while service.engine.has_work and time.monotonic() < until:
@@ -217,7 +217,7 @@ def _settle(service: Service, lonely: ling3.Engine) -> None:
 
 
 def _counts() -> dict[str, int]:
-    """What a process holds, without the event loop's pool of threads, which grows to its bound as it is used."""
+    """Counts resources of the process, without the event loop's thread pool, which grows to its bound with use."""
     gc.collect()
     descriptors = Path("/proc/self/fd")
     return {
@@ -228,13 +228,13 @@ def _counts() -> dict[str, int]:
 
 
 def main(requests: int = 2000, minutes: float = 30, seed: int = 0, out: Path = Path("benchmarks/results")) -> None:
-    """Soak the server, and write server_soak.json; the exit status is 1 after a difference or a leak.
+    """Soak the server, and write server_soak.json; the exit status is 1 if an answer differs or something leaks.
 
     Args:
-        requests: how many.
-        minutes: how long they are spread over; 0 for as soon as they can be sent.
-        seed: what they are drawn from.
-        out: the directory to write into.
+        requests: number of requests.
+        minutes: time over which they are spread; 0 sends each as soon as possible.
+        seed: seed of the requests.
+        out: directory to write into.
     """
     found = soak(requests, minutes, seed)
     record.save(out / "server_soak.json", record.where("benchmarks.server_soak") | dataclasses.asdict(found))

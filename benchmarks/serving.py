@@ -1,4 +1,4 @@
-"""Servers and their clients as processes of their own, by the commands that users type."""
+"""Runs servers and their clients as separate processes, with the commands that users type."""
 
 import contextlib
 import json
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 PATIENCE = 300
-"""Seconds for a server to begin, or for one measurement."""
+"""Seconds to wait for a server to start, or for one measurement."""
 
 
 @contextlib.contextmanager
 def served(*command: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """The base URL of a server for as long as the context; `command` with `--port` and a free one behind it.
+    """Runs a server while the context lasts, and gives its base URL; `command` gets `--host` and a free `--port`.
 
-    RuntimeError, with what it wrote, for one that does not begin.
+    Raises RuntimeError, with the command, if it does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,7 +47,7 @@ def ling3(command: str, *arguments: Any) -> list[str]:
 
 
 def bench(*arguments: Any) -> dict[str, Any]:
-    """What `ling3 bench` reports; RuntimeError with its message, and if requests failed."""
+    """The report of `ling3 bench`. Raises RuntimeError with its message if it fails, or if requests failed."""
     done = subprocess.run(
         ling3("bench", *arguments, "--json", "-"), capture_output=True, text=True, timeout=PATIENCE, check=False
     )
@@ -61,7 +61,7 @@ def bench(*arguments: Any) -> dict[str, Any]:
 
 
 def posted(url: str, body: dict[str, Any]) -> Any:
-    """The JSON of the answer to a request."""
+    """Posts `body` as JSON and returns the answer's JSON."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)

@@ -1,11 +1,11 @@
-"""A long run of the engine: requests of every kind come and go, each answer is held to its solo run, memory is watched.
+"""A long run of the engine: requests of every kind, each answer compared with its solo run, with memory watched.
 
     python -m benchmarks.soak --requests 2000 --out benchmarks/results
 
 Two engines share their compiled programs. The busy one has few slots and too few pages, so that requests wait, are
-preempted, and are aborted wherever they are; many prompts begin alike, so that its prefix cache is found, filled and
-evicted all the time. Each finished request is then asked of the lonely one, which serves nothing else and has no prefix
-cache, and both answers must have the same bits. The counts are checked after every step.
+preempted, and are aborted in every stage; many prompts begin alike, so that its prefix cache is hit, filled and evicted
+all the time. Each finished request is also sent to the lonely one, which serves nothing else and has no prefix cache,
+and both answers must have the same bits. The engine's counts are checked after every step.
 """
 
 import dataclasses
@@ -45,31 +45,31 @@ SETTINGS = {
     "decode_rows": 8,
     "decode_steps": 4,
 }
-"""Eight slots, and pages for hardly more than the longest request, which takes 25."""
+"""Eight slots, and hardly more pages than the longest request takes, which is 25."""
 
 STAGES = ("queued", "prefill", "decode", "preempted")
-"""Where a request can be when it is aborted."""
+"""Stages in which a request can be aborted."""
 COMPANY = 24
-"""The most requests that are on their way at once."""
+"""The most requests in progress at once."""
 BURST = 3
-"""The most that come before one step."""
+"""The most requests that are submitted before one step."""
 PHASE = 40
-"""Steps, on average, until another number of them is aimed at."""
+"""Steps, on average, between changes of the intended number of requests in progress."""
 EAGERNESS = 0.2
-"""How likely an abort that is due comes with the next step, if a request is where it should be."""
+"""The probability per step of an abort that is due, if a request is in the right stage."""
 ALIKE = 0.4
-"""The share of prompts that begin as others do, up to any token."""
+"""The share of prompts that begin like others, up to a random token."""
 BEGINNINGS = 3
-"""How many beginnings there are."""
+"""The number of shared beginnings."""
 REQUESTS_SAMPLED = 10
-"""Memory is looked at once in so many requests."""
+"""Finished requests between two measurements of memory."""
 STEPS_SAMPLED = 10
-"""The load is noted once in so many steps."""
+"""Steps between two records of the load."""
 
 
 @dataclasses.dataclass
 class _Asked:
-    """A request on its way, and what its deltas have brought, by completion."""
+    """A request in progress, and the tokens and text of its deltas so far, by completion."""
 
     prompt: list[int]
     params: ling3.SamplingParams
@@ -91,9 +91,9 @@ def soak(
     settings: Mapping[str, Any] = SETTINGS,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Soak:
-    """Lets `requests` requests through an engine of these `settings` over nano in float32, and compares and counts.
+    """Sends `requests` requests through an engine with these `settings` over nano in float32, and checks the results.
 
-    A share of `aborts` is aborted on its way. All but the timing follows from `seed`. Raises AssertionError where the
+    A share `aborts` of them is aborted. Everything except the timing follows from `seed`. Raises AssertionError if the
     engine's counts do not add up after a step.
     """
     model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
@@ -133,7 +133,7 @@ def soak(
         if stats.steps % STEPS_SAMPLED == 0:
             _note(load, stats.steps, stats.running, stats.waiting, stats.free_pages)
     seconds, stats = time.perf_counter() - begin, busy.stats()
-    request = delta = None  # the last ones are no leaks, and known prefixes are kept until they are forgotten
+    request = delta = None  # these are no leaks, nor are cached prefixes, which are kept until they are forgotten
     busy.forget_prefixes()
     _note(memory, *_memory(done))
     return Soak(
@@ -200,14 +200,14 @@ def _request(
 
 
 def _stage(sequence: TokenSequence) -> str:
-    """Where an unfinished sequence is."""
+    """The stage of an unfinished sequence."""
     if sequence.memory.slot is None:
         return "preempted" if sequence.times.preemptions else "queued"
     return "decode" if sequence.decoding else "prefill"
 
 
 def _abort_one(engine: ling3.Engine, stage: str, draw: np.random.Generator) -> bool:
-    """Aborts a request that has a sequence in this stage, if there is one."""
+    """Aborts a random request that has a sequence in this stage; returns False if there is none."""
     found = sorted(
         number
         for number, request in engine.loop.requests.items()
@@ -233,7 +233,7 @@ def _alone(engine: ling3.Engine, request: _Asked) -> RequestOutput:
 
 
 def differences_of(got: RequestOutput, alone: RequestOutput, request: _Asked) -> list[str]:
-    """Each completion that is not its solo run's (or, aborted, the beginning of it) or not what its deltas brought."""
+    """The completions that differ from their solo run (aborted ones: from its beginning) or from their deltas."""
     found = []
     for completion, expected in zip(got.outputs, alone.outputs, strict=True):
         streamed = tuple(request.token_ids.get(completion.index, ())), request.text.get(completion.index, "")
@@ -249,7 +249,7 @@ def differences_of(got: RequestOutput, alone: RequestOutput, request: _Asked) ->
 
 
 def _wrong(got: Completion, alone: Completion) -> list[str]:
-    """What of a completion is not as it should be."""
+    """How a completion differs from its solo run, in words."""
     count = len(got.token_ids) if got.finish_reason == "abort" else None
     wrong = []
     for name in ("token_ids", "logprobs"):
@@ -264,7 +264,7 @@ def _wrong(got: Completion, alone: Completion) -> list[str]:
         if getattr(got, name) != getattr(alone, name):
             wrong.append(f"{name} is {getattr(got, name)!r}, alone {getattr(alone, name)!r}")
     if count is not None:
-        # An abort shows what was held back: the beginning of a stop string, and of a character as U+FFFD.
+        # An aborted text includes what was held back: the beginning of a stop string, or of a character as U+FFFD.
         whole = alone.text + (alone.stop_reason if isinstance(alone.stop_reason, str) else "")
         if not whole.startswith(got.text.rstrip("\N{REPLACEMENT CHARACTER}")):
             wrong.append(f"text is {got.text!r}, which does not begin {alone.text!r}")
@@ -272,11 +272,11 @@ def _wrong(got: Completion, alone: Completion) -> list[str]:
 
 
 def _checked(engine: ling3.Engine) -> ling3.Stats:
-    """The engine's counts; AssertionError if they do not add up."""
+    """The engine's counts. Raises AssertionError if they do not add up."""
     stats, scheduler = engine.stats(), engine.loop.scheduler
     assert stats.submitted == stats.waiting + stats.running + sum(stats.finished.values()), stats
     assert stats.slots == stats.free_slots + stats.running, stats
-    used = {page for sequence in scheduler.running for page in sequence.memory.pages}  # known prefixes are shared
+    used = {page for sequence in scheduler.running for page in sequence.memory.pages}  # sequences share cached prefixes
     assert stats.pages == stats.free_pages + len(used), stats
     scheduler.check()
     return stats
@@ -288,13 +288,13 @@ def _note(columns: Mapping[str, array], *row: int) -> None:
 
 
 def _memory(done: int) -> tuple[int, int, int]:
-    """A row of `MEMORY`."""
+    """A row of `MEMORY`'s columns."""
     gc.collect()
     return done, resident(), len(jax.live_arrays())
 
 
 def resident() -> int:
-    """Bytes of memory in use by this process; where the system does not say, the most there ever were."""
+    """Resident memory of this process in bytes; its peak on systems that do not report the current value."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -302,7 +302,7 @@ def resident() -> int:
 
 
 def alive() -> Counter[str]:
-    """How many arrays, requests and answers the process holds."""
+    """Counts the arrays, requests and answers that the process holds, by type."""
     gc.collect()
     kinds = (Request, TokenSequence, Saved, RequestOutput, Completion, Delta)
     counts = Counter(type(x).__name__ for x in gc.get_objects() if type(x) in kinds)
@@ -311,7 +311,7 @@ def alive() -> Counter[str]:
 
 
 def leaks_of(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> list[str]:
-    """What is left of requests that are over, in words."""
+    """Whatever is left of finished requests, in words."""
     found = []
     for name, engine in (("busy", busy), ("lonely", lonely)):
         stats = _checked(engine)
@@ -338,12 +338,12 @@ def leaks_of(busy: ling3.Engine, lonely: ling3.Engine, before: Counter[str]) -> 
 
 
 def main(requests: int = 2000, seed: int = 0, out: Path = Path("benchmarks/results")) -> None:
-    """Soak the engine, and write soak.json and soak.png; the exit status is 1 after a difference or a leak.
+    """Soak the engine, and write soak.json and soak.png; the exit status is 1 after a difference, leak or compilation.
 
     Args:
-        requests: how many.
-        seed: what they, their arrivals and their aborts are drawn from.
-        out: the directory to write into.
+        requests: number of requests.
+        seed: seed of the requests, their arrivals and their aborts.
+        out: directory to write into.
     """
     with progress("soaking", requests) as advance:
         result = soak(requests, seed=seed, advance=advance)

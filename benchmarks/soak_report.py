@@ -1,4 +1,4 @@
-"""What a soak found: counts, differences, leaks, and memory and load as they went."""
+"""The findings of a soak: counts, differences, leaks, and memory and load over time."""
 
 import dataclasses
 import json
@@ -12,53 +12,53 @@ from matplotlib.figure import Figure
 from ling3.runtime.plots import BLACK, BLUE, RED, SKY
 
 MEMORY = ("requests", "resident", "arrays")
-"""Columns: requests that are over; bytes of resident memory (RSS) and live jax arrays, after collecting garbage."""
+"""Columns: finished requests; then resident memory (RSS) in bytes and live jax arrays, after collecting garbage."""
 LOAD = ("steps", "running", "waiting", "free_pages")
-"""Columns: the busy engine after one of its steps."""
+"""Columns: the state of the busy engine after one of its steps."""
 
 
 def table(columns: Sequence[str]) -> dict[str, array]:
-    """Columns of whole numbers, eight bytes each: what is noted about memory should hardly take any."""
+    """Columns of eight-byte integers, since the record of memory should itself take little."""
     return {name: array("q") for name in columns}
 
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """What a run did and found."""
+    """The counts and findings of a run."""
 
     requests: int
     seed: int
     settings: Mapping[str, Any]
     seconds: float
     completions: Mapping[str, int]
-    """By finish reason; a request has one or two."""
+    """Completions by finish reason; a request has one or two."""
     aborted: Mapping[str, int]
-    """Requests, by the stage in which they were."""
+    """Aborted requests, by the stage they were in."""
     preemptions: int
     steps: int
     prompt_tokens: int
-    """Computed by the busy engine."""
+    """Prompt tokens that the busy engine computed."""
     cached_tokens: int
-    """Of prompts, found in its prefix cache."""
+    """Prompt tokens found in its prefix cache."""
     output_tokens: int
     compiled: int
     """Programs compiled after the warm-up."""
     compared: int
-    """Completions held to their solo run."""
+    """Completions compared with their solo run."""
     differences: list[str]
-    """Those that differed, in words."""
+    """Completions that differed, in words."""
     leaks: list[str]
-    """What was left when all was over, in words."""
+    """Whatever was left at the end, in words."""
     memory: Mapping[str, Sequence[int]]
-    """`MEMORY`, from before the first request to the end of the last."""
+    """The columns of `MEMORY`, from before the first request to the end of the last."""
     load: Mapping[str, Sequence[int]]
-    """`LOAD`."""
+    """The columns of `LOAD`, every few steps."""
 
     @property
     def slope(self) -> tuple[float, float]:
-        """Growth of the resident memory over the second half, in bytes per request, and its standard error.
+        """Growth of resident memory over the second half, in bytes per request, and its standard error.
 
-        By least squares.
+        Both are by least squares.
         """
         done, resident = (np.asarray(self.memory[name], float) for name in ("requests", "resident"))
         done, resident = done[len(done) // 2 :], resident[len(resident) // 2 :]
@@ -68,7 +68,7 @@ class Soak:
         return slope, float(np.sqrt(residual @ residual / (len(done) - 2) / (away @ away)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in plain values, for JSON; memory and load by columns."""
+        """All fields in plain values, for JSON; memory and load by columns."""
         slope, error = self.slope
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
@@ -80,7 +80,7 @@ class Soak:
         }
 
     def summary(self) -> str:
-        """The same without memory and load, to be read."""
+        """The values of `to_dict` without memory and load, as readable text."""
         return json.dumps({k: v for k, v in self.to_dict().items() if k not in ("memory", "load")}, indent=1)
 
     def figure(self) -> Figure:

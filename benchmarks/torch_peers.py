@@ -1,7 +1,7 @@
-"""The operators as others have them: flash-linear-attention's KDA, transformers' own, torch's attention and experts.
+"""Peers of the operators: KDA of flash-linear-attention and of transformers, attention and experts of torch.
 
-Each function takes jax arrays and gives what is then measured: a call without arguments, on torch tensors that share
-the arrays' memory. Raises Absent where a package is not installed.
+Each function takes jax arrays and returns the call to measure, without arguments, on torch tensors that share the
+arrays' memory. Raises Absent if a package is not installed.
 """
 
 import functools
@@ -18,7 +18,7 @@ Call = Callable[[], Any]
 
 
 def torch_module(gpu: bool) -> Any:
-    """torch, on all cores or on the GPU that jax has."""
+    """The module torch, set to use all cores. Raises Absent without it, or with `gpu` if it sees no GPU."""
     if importlib.util.find_spec("torch") is None:
         raise Absent("torch is not installed: pip install -e '.[parity]', or its CUDA build on a GPU")
     import torch  # noqa: PLC0415 -- an extra
@@ -30,17 +30,17 @@ def torch_module(gpu: bool) -> Any:
 
 
 def tensor(array: jax.Array) -> Any:
-    """The same memory as a torch tensor."""
+    """A torch tensor that shares the array's memory."""
     import torch  # noqa: PLC0415 -- an extra
 
     return torch.from_dlpack(array)
 
 
 def kda(inputs: dict[str, jax.Array], gpu: bool, steps: bool) -> tuple[str, Call]:
-    """The peer's name and its KDA: token by token where `steps`, else in chunks.
+    """The peer's name and its KDA: token by token if `steps`, else in chunks.
 
-    On a GPU flash-linear-attention's kernels, in bfloat16 but for decay and state; on a CPU transformers' torch code.
-    ling3's q carries the scale key^-0.5 already.
+    On a GPU these are flash-linear-attention's kernels, in bfloat16 except for decay and state; on a CPU transformers'
+    torch code. ling3's q already includes the scale key^-0.5.
     """
     torch = torch_module(gpu)
     q, k, v, g, beta, state = (tensor(inputs[name]) for name in ("q", "k", "v", "g", "beta", "state"))
@@ -61,14 +61,14 @@ def kda(inputs: dict[str, jax.Array], gpu: bool, steps: bool) -> tuple[str, Call
         from transformers.models.bailing_hybrid import modeling_bailing_hybrid as theirs  # noqa: PLC0415
 
         law = theirs.recurrent_kimi_delta_attention if steps else theirs.chunk_kimi_delta_attention
-        q = q * q.shape[-1] ** 0.5  # which it divides by
+        q = q * q.shape[-1] ** 0.5  # transformers applies the scale itself
         run = functools.partial(law, q, k, v, g, beta, initial_state=state, output_final_state=True)
         name = "transformers, torch"
     return name, _inference(torch, run)
 
 
 def attention_over_latents(q: jax.Array, entries: jax.Array, gpu: bool) -> tuple[str, Call]:
-    """scaled_dot_product_attention of [batch, 1, heads, entry] over entries that lie in a row, [batch, ctx, entry]."""
+    """scaled_dot_product_attention of q [batch, 1, heads, entry] over contiguous entries [batch, context, entry]."""
     torch = torch_module(gpu)
     query, entry = tensor(q).transpose(1, 2).contiguous(), tensor(entries)[:, None]
 
@@ -82,7 +82,7 @@ def attention_over_latents(q: jax.Array, entries: jax.Array, gpu: bool) -> tuple
 def causal_attention(
     q: jax.Array, latent: jax.Array, k_rope: jax.Array, weight: jax.Array, nope: int, gpu: bool
 ) -> tuple[str, Call]:
-    """Keys and values expanded from the latents, then scaled_dot_product_attention: q is [batch, heads, seq, width]."""
+    """Expands keys and values from the latents, then scaled_dot_product_attention; q is [batch, heads, seq, width]."""
     torch = torch_module(gpu)
     query, latents, rotated, matrix = (tensor(x) for x in (q, latent, k_rope, weight))
     batch, heads, seq, _ = query.shape
@@ -98,7 +98,7 @@ def causal_attention(
 
 
 def experts(inputs: dict[str, jax.Array], gpu: bool, grouped: bool) -> tuple[str, Call]:
-    """Rows sorted by expert through torch's grouped matmul, or through one expert after the other."""
+    """The routed experts, by torch's grouped matmul on rows sorted by expert, or one expert after the other."""
     torch = torch_module(gpu)
     x, chosen, weights = (tensor(inputs[name]) for name in ("x", "chosen", "weights"))
     gate, up, down = (tensor(inputs[name]) for name in ("gate_proj", "up_proj", "down_proj"))

@@ -1,4 +1,4 @@
-"""transformers' model as a benchmark needs it: its public `generate`, in the form that is fastest for each case."""
+"""transformers' model for benchmarks: its public `generate`, with the implementation that is fastest in each case."""
 
 import importlib.util
 import os
@@ -13,11 +13,11 @@ from ling3.bench.measure import SampleRequest
 
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 GATHERED = 64
-"""The most rows of a prompt with which batched_mm is tried: it gathers copies of the experts for every row."""
+"""The most prompt tokens with which batched_mm is tried: it copies expert weights for every token."""
 
 
 class Peer:
-    """The checkpoint in `directory` in transformers, on all cores."""
+    """The checkpoint in `directory` as a transformers model, on all cores."""
 
     def __init__(self, directory: Path, dtype: str = "float32"):
         if importlib.util.find_spec("transformers") is None:
@@ -27,7 +27,7 @@ class Peer:
 
         torch.set_num_threads(os.cpu_count() or 1)
         transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()  # that faster kernels exist for GPUs
+        transformers.utils.logging.set_verbosity_error()  # no hints about faster kernels for GPUs
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         self.torch, self.model = torch, model.eval().requires_grad_(False)
         pad = self.model.config.pad_token_id
@@ -51,7 +51,7 @@ class Peer:
         return out[:, longest:].tolist()
 
     def answer(self, requests: Sequence[SampleRequest], batch: int) -> list[list[int]]:
-        """The requests in their order, `batch` at a time; a batch runs to its longest row."""
+        """The tokens of all requests, `batch` at a time in order; a batch runs as long as its longest row."""
         answers = []
         for start in range(0, len(requests), batch):
             some = requests[start : start + batch]
@@ -63,7 +63,7 @@ class Peer:
     def logits(self, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> np.ndarray:
         """The logits that each of the `new` tokens was chosen from, [batch, new, vocab], in one pass without a cache.
 
-        Prompts of one length, as many new tokens for each.
+        All prompts must have one length, and all rows of `new` too.
         """
         tokens = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, new, strict=True)]
         with self.torch.inference_mode():
@@ -71,7 +71,7 @@ class Peer:
         return out.logits.float().numpy()
 
     def be_fastest(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, float]:
-        """Takes the fastest of its implementations on these prompts; the seconds of each, twice tried, at best."""
+        """Selects the fastest implementation on these prompts; returns the seconds of each, the better of two tries."""
         seconds: dict[str, float] = {}
         choices = {}
         for experts, attention in self._choices(sum(map(len, prompts))):
@@ -86,7 +86,7 @@ class Peer:
         return {name: round(value, 3) for name, value in seconds.items()}
 
     def _choices(self, rows: int) -> Iterator[tuple[str | None, str]]:
-        """Attention takes next to nothing here; its plain form is tried with the usual experts alone."""
+        """Implementations of experts and attention to try. Attention takes little time, so eager is tried only once."""
         if not any("experts" in name for name, _ in self.model.named_parameters()):
             yield from ((None, "sdpa"), (None, "eager"))
             return

@@ -1,7 +1,7 @@
 """vLLM behind a pipe: `PYTHON vllm_worker.py CHECKPOINT DTYPE`, with the Python of an environment that has vLLM.
 
-A line of JSON on stdin, {"prompts": [[id, …], …], "new": [n, …]}, is answered by one on stdout: the greedy tokens of
-each prompt, `new` of them. What vLLM itself prints goes to stderr. It imports nothing of ling3.
+Each line of JSON on stdin, {"prompts": [[id, …], …], "new": [n, …]}, is answered by a line on stdout: the first `new`
+greedy tokens of each prompt. Output of vLLM itself goes to stderr. It imports nothing of ling3.
 """
 
 import json
@@ -12,15 +12,15 @@ CACHE_GB = "2"
 
 
 def main(directory: str, dtype: str) -> None:
-    """Answers until stdin ends."""
+    """Loads the model, then answers until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: nothing between it and the pipe
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, next to the pipe
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = CACHE_GB
     cores = os.cpu_count() or 1
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{cores - 1}"  # all of them: it would leave some idle
-    os.environ["OMP_NUM_THREADS"] = str(cores)  # and give torch but one
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 -- reads the settings above as it is imported
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{cores - 1}"  # all cores: by default some stay idle
+    os.environ["OMP_NUM_THREADS"] = str(cores)  # by default torch gets only one
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 -- its import reads the settings above
 
     model = LLM(
         directory,

@@ -1,1 +1,1 @@
-"""Small Ling-3s trained from scratch on tasks that test single mechanisms."""
+"""Small Ling-3 models trained from scratch on tasks that test single mechanisms."""

@@ -3,7 +3,7 @@
     python -m experiments --task mqar
 
 Runs every variant at every learning rate with one seed, then the best rate of each with fresh seeds. A stored run is
-not repeated, so an interrupted experiment continues where it was.
+not repeated, so an interrupted experiment continues where it stopped.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def conduct(experiment: Experiment, file: Path) -> list[Run]:
-    """All runs of an experiment, in order: those stored in `file` first, then each new one when it is finished."""
+    """Makes the runs of an experiment that `file` lacks, appending each to it when finished; returns all runs."""
     runs = read(file)
 
     def once(variant: str, rate: float, seed: int) -> None:
@@ -45,12 +45,12 @@ def conduct(experiment: Experiment, file: Path) -> list[Run]:
 
 
 def stored(file: Path) -> list[dict[str, Any]]:
-    """The lines of JSON of a file, in order; none if there is no such file."""
+    """The lines of JSON of a file, in order; empty if there is no such file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def append(file: Path, line: dict[str, Any]) -> None:
-    """Adds a line of JSON to a file, which is made with its directory where there is none."""
+    """Appends a line of JSON to a file, creating the file and its directory if necessary."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(line) + "\n")
@@ -61,12 +61,12 @@ def main(
     small: bool = False,
     out: Path = RESULTS,
 ) -> None:
-    """Run what is not stored yet.
+    """Make the runs that are not stored yet.
 
     Args:
         task: which experiment; all of them take about an hour and a half of one core.
-        small: a tenth of the steps, two learning rates and one seed, into OUT/small, as a quick check.
-        out: the directory of the results.
+        small: make a quick check with a tenth of the steps, two learning rates and one seed, written to OUT/small.
+        out: directory of the results.
     """
     for name in EXPERIMENTS if task == "all" else (task,):
         experiment = EXPERIMENTS[name]

@@ -1,8 +1,8 @@
-"""What is compared: the small model, the variants of each task, and the budget of a run.
+"""The design of the experiments: the small model, the variants of each task, and the budget of a run.
 
-A KDA layer of the small model has 25,570 parameters in its attention and an MLA layer 25,280; a variant that lacks a
-part has a wider MLP instead. So the variants of a task match within 1 %. `text_and_recall` compares architectures: its
-variants are models of three families, of 1.3 million parameters.
+In the small model, a KDA layer's attention has 25,570 parameters and an MLA layer's 25,280; a variant that lacks a part
+has a wider MLP instead, so that the variants of a task match within 1 %. `text_and_recall` compares architectures
+instead: its variants are models of three families with 1.3 million parameters.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from ling3.families.qwen3 import Qwen3Config
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A task, the model's depth, its variants as configs or changes to the small one, and the budget of each run.
+    """A task, the model's depth, its variants (configs, or changes to the small model's), and the budget of each run.
 
-    `rows` are the sequences of a batch. `learning_rates` are swept with `sweep_seed`, and `more_rates` for the variants
-    whose best of these was the lowest; the best of each variant is then run with each of `seeds`, and those runs alone
-    are reported. A run is measured `points` times.
+    `rows` is the batch size. `learning_rates` are swept with `sweep_seed`, and `more_rates` too for variants whose best
+    rate was the lowest. The best rate of each variant is then run with each of `seeds`; only these runs are reported. A
+    run is measured `points` times.
     """
 
     task: Task
@@ -37,11 +37,11 @@ class Experiment:
     held_out: int = 256
 
     def rates(self, variant: str) -> tuple[float, ...]:
-        """The learning rates that are swept for a variant."""
+        """The learning rates that are swept for this variant."""
         return (*self.more_rates.get(variant, ()), *self.learning_rates)
 
     def config(self, variant: str) -> Any:
-        """The model of a variant, a config of its family."""
+        """The config of a variant's model, of its family's class."""
         changes = self.variants[variant]
         if not isinstance(changes, dict):
             return changes
@@ -49,7 +49,7 @@ class Experiment:
 
 
 def small(vocabulary: int, layers: int, **changes: Any) -> ling3.Ling3Config:
-    """A Ling-3 of 64 channels and two heads, dense throughout."""
+    """A Ling-3 config with 64 channels, two heads and only dense MLPs."""
     return ling3.Ling3Config(
         **{
             "vocab_size": vocabulary,
@@ -75,7 +75,7 @@ def small(vocabulary: int, layers: int, **changes: Any) -> ling3.Ling3Config:
 
 
 ONLY_KDA, ONLY_MLA = 8, 1
-"""Values of `layer_group_size`: more layers than there are, and every layer the last of its group."""
+"""Values of `layer_group_size`, whose last layer in a group is MLA: with 8 no group is complete, with 1 all are MLA."""
 DECAY_OFF = {"kda_decay": False, "intermediate_size": 86}
 NO_CONV = {"kda_short_conv": False, "intermediate_size": 68}
 
@@ -105,7 +105,7 @@ HYBRID = COMMON | {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-"""Three KDA layers to one of MLA: the first layer's MLP is dense, the others have experts."""
+"""Fields of both hybrids: three KDA layers to one MLA layer; the first layer has a dense MLP, the others experts."""
 KDA_LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 32}
 
 ARCHITECTURES = {
@@ -122,7 +122,7 @@ ARCHITECTURES = {
         pad_token_id=None,
     ),
 }
-"""The published config fields of three families, at 1.31 million parameters (within 0.3 %)."""
+"""Configs of three families, all with 1.31 million parameters (within 0.3 %)."""
 
 EXPERIMENTS = {
     "segment_reset": Experiment(

@@ -1,12 +1,12 @@
-"""Does a model want to forget by more than five nats a token? `lower_bound` swept in training, and the decays learned.
+"""Does a model want to forget by more than five nats a token? Sweeps `lower_bound` in training; plots learned decays.
 
     python -m experiments.nano_probes --probe needed --seeds 0 1 2 --without \\
         nothing "bound -0.1" "bound -1" "bound -10" "bound -20" bound
     python -m experiments.nano_bounds
 
-Above, the share of right answers in the skills of the probes, a point for each seed; below, a row for each probe, which
-share of (token, channel) of a layer decays by so many nats, over all seeds. The line is the bound. The picture goes to
-`docs/bounds.png`, the same in Markdown to standard output.
+The upper plot has the share of right answers in the probes' skills, with a point for each seed. Below it, each probe
+has a row of histograms: the share of a layer's decays (one per token and channel, over all seeds) by their nats, with a
+vertical line at the bound. The plot is written to `docs/bounds.png`, a Markdown table to standard output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,37 +21,37 @@ from experiments.__main__ import DOCS, RESULTS
 from experiments.nano_probes import EDGES, NEEDED, finished
 
 BOUNDS = {"bound -0.1": 0.1, "bound -1": 1.0, "nothing": 5.0, "bound -10": 10.0, "bound -20": 20.0, "bound": None}
-"""Nats a token at most, by what a probe is trained without; None is the softplus law, which has no bound."""
+"""The most nats a token can decay by, for each `without` of a probe; None is the softplus law, which has no bound."""
 
 Run = Mapping[str, Any]
 
 
 def label(bound: float | None) -> str:
-    """How a picture names a bound."""
+    """The name of a bound in plots and tables."""
     return "softplus" if bound is None else f"-{bound:g}"
 
 
 def histogram(runs: Sequence[Run], layer: str) -> Float[np.ndarray, " bins"]:
-    """Which share of the layer's decays is in each bin of `EDGES`, over runs."""
+    """The share of the layer's decays in each bin of `EDGES`, over all runs."""
     counts = np.sum([run["decays"][layer] for run in runs], axis=0)
     return counts / counts.sum()
 
 
 def at_least(runs: Sequence[Run], nats: float) -> float:
-    """Which share of all decays, over layers and runs, is of so many nats a token or more, one of `EDGES`."""
+    """The share of all decays, over layers and runs, of at least `nats` a token, which must be one of `EDGES`."""
     first = EDGES.index(nats)
     counts = np.sum([own for run in runs for own in run["decays"].values()], axis=0)
     return float(counts[first:].sum() / counts.sum())
 
 
 def by_bound(runs: Sequence[Run]) -> dict[float | None, list[Run]]:
-    """The runs of each bound that has some, in the order of `BOUNDS`."""
+    """The runs of each bound that has any, in the order of `BOUNDS`."""
     own = {bound: [run for run in runs if run["recipe"]["without"] == name] for name, bound in BOUNDS.items()}
     return {bound: found for bound, found in own.items() if found}
 
 
 def markdown(probes: Mapping[str, Sequence[Run]]) -> str:
-    """For each bound the scores of each probe's skills, and the shares of its decays of one and five nats or more."""
+    """A table: for each bound, scores of each probe's skills, and shares of decays of at least one and five nats."""
     head, rows = ["bound"], {label(bound): [label(bound)] for bound in BOUNDS.values()}
     for runs in probes.values():
         skills = list(runs[0]["right"])
@@ -67,7 +67,7 @@ def markdown(probes: Mapping[str, Sequence[Run]]) -> str:
 
 
 def _spread(scores: Sequence[float]) -> str:
-    """The least and the most."""
+    """The least and the most score, as text."""
     if not scores:
         return ""
     least, most = f"{min(scores):.2f}", f"{max(scores):.2f}"
@@ -75,7 +75,7 @@ def _spread(scores: Sequence[float]) -> str:
 
 
 def draw(probes: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Scores by bound, and a histogram of decays for each probe and bound with a line for each layer."""
+    """Plots scores by bound, and for each probe and bound a histogram of decays with a line for each layer."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
     bounds = [bound for bound in BOUNDS.values() if any(bound in by_bound(runs) for runs in probes.values())]
@@ -113,11 +113,11 @@ def draw(probes: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def main(file: Path = RESULTS / "nano_probes.jsonl", out: Path = DOCS / "bounds.png") -> None:
-    """Draw the sweep and print it.
+    """Plot the sweep and print its table.
 
     Args:
-        file: the runs of `experiments.nano_probes`.
-        out: the picture.
+        file: file with the runs of `experiments.nano_probes`.
+        out: file for the plot.
     """
     found = {name: [run for run in finished(file, name) if run["recipe"]["without"] in BOUNDS] for name in NEEDED}
     probes = {name: runs for name, runs in found.items() if runs}

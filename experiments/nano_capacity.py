@@ -1,12 +1,12 @@
-"""How many bits of memorised facts a parameter holds: models of nano's pattern in worlds of many sizes.
+"""How many bits of memorised facts a parameter holds: models of nano's pattern in worlds of several sizes.
 
     python -m experiments.nano_capacity
 
 A person is worth 24 bits (`ling3.train.nano.skills.facts`). What a model knows of an attribute is 6 bits minus its loss
-where it is asked for, in bits; a world's bits are the sum over its people, or 0 where that is less. Each text is
-trained on about `exposures` times, so what is measured is what this many exposures leave, a lower bound on what the
-parameters could hold: Allen-Zhu and Li, "Physics of Language Models: Part 3.3" (arXiv 2404.05405), report 2 bits after
-1,000 exposures and 1 bit after 100. Each run is a line of `results/nano_capacity.jsonl`; the picture goes to
+on the value, in bits; a world's bits are the sum over its people, or 0 if that is negative. Each person is in about
+`exposures` training texts, so the result is what this many exposures leave, a lower bound on what the parameters could
+hold: Allen-Zhu and Li, "Physics of Language Models: Part 3.3" (arXiv 2404.05405), report 2 bits per parameter after
+1,000 exposures and 1 bit after 100. Each run is a line of `results/nano_capacity.jsonl`; the plot is written to
 `docs/capacity.png`.
 """
 
@@ -39,13 +39,13 @@ from ling3.train.nano.skills.words import KEYS, VALUES
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN
 
 ROWS, TEXTS = 8, 8
-"""Of a batch: rows, and texts in each."""
+"""Rows of a batch, and texts in each row."""
 
 BITS = math.log2(len(VALUES))
 
 
 def config(hidden: int) -> Mapping[str, Any]:
-    """Nano's pattern with so many channels: heads of 8, 8 experts a layer of which 2 are chosen."""
+    """Changes to nano's config for `hidden` channels: heads of 8 channels, and 8 experts a layer, 2 of them chosen."""
     return {
         "hidden_size": hidden,
         "num_attention_heads": hidden // 8,
@@ -66,7 +66,7 @@ def config(hidden: int) -> Mapping[str, Any]:
 
 
 def word_tokenizer() -> Tokenizer:
-    """A token for each word of the largest world, and no other: embeddings have no row without a use."""
+    """A tokenizer with a token for each word of the largest world and hardly any others, so no embedding is wasted."""
     words = ["About", ":", *ATTRIBUTES, *(name for name, _ in PEOPLE), *KEYS, *VALUES]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -75,7 +75,7 @@ def word_tokenizer() -> Tokenizer:
 
 
 def batches(tokenizer: Tokenizer, people: int, seed: int) -> Iterator[Batch]:
-    """Rows of `TEXTS` texts of a world, which are all of one length."""
+    """Batches of a world's training texts, `TEXTS` to a row; all texts have one length."""
     texts = facts(people).texts(seed, "train")
     while True:
         rows = [encode(tokenizer, text.segments) for text in itertools.islice(texts, ROWS * TEXTS)]
@@ -85,12 +85,12 @@ def batches(tokenizer: Tokenizer, people: int, seed: int) -> Iterator[Batch]:
 
 @eqx.filter_jit
 def _losses(model: CausalLM, batch: Batch) -> Float[Array, " batch"]:
-    """Nats of the learned tokens of each row."""
+    """The loss of each row in nats, summed over its learned tokens."""
     return jnp.sum(token_losses(model, batch) * batch.weights[:, 1:], axis=1)
 
 
 def known(model: CausalLM, tokenizer: Tokenizer, people: int) -> float:
-    """Bits of the world that the model knows, each attribute asked for first."""
+    """Bits of the world that the model knows; each attribute is asked as the first of its text."""
     bits = 0.0
     for attribute in ATTRIBUTES:
         rows = [encode(tokenizer, tell(subject, [attribute]).segments) for subject in subjects(people)]
@@ -125,7 +125,7 @@ def run(hidden: int, people: int, exposures: int, seed: int) -> dict[str, Any]:
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Bits known over the bits that there are, both per parameter; a line for each size."""
+    """Plots the bits known against the world's bits, both per parameter, with a line for each model size."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import
 
     axes = (figure := Figure(figsize=(6.4, 4.2), layout="constrained")).subplots()
@@ -150,15 +150,15 @@ def main(
     file: Path = RESULTS / "nano_capacity.jsonl",
     out: Path = DOCS / "capacity.png",
 ) -> None:
-    """Train what is not stored yet, and draw all.
+    """Train the models that are not stored yet, and plot all.
 
     Args:
         hidden: channels of the models.
         people: sizes of the worlds.
-        exposures: how often each person is told of.
-        seed: of weights and texts.
-        file: where runs are stored.
-        out: the picture.
+        exposures: training texts about each person, on average.
+        seed: seed of weights and texts.
+        file: file where runs are stored.
+        out: file for the plot.
     """
     runs = stored(file)
     for size, world in itertools.product(hidden, people):

@@ -1,13 +1,13 @@
-"""Small trainings on nano's skills: which are learned, and which of them without a mechanism.
+"""Small trainings on nano's skills: which are learned, and which of them without a given mechanism.
 
     python -m experiments.nano_probes --probe needed --seeds 0 1 2
     python -m experiments.nano_probes --probe short --without nothing RoPE
 
-`needed` are three probes of a model with all mechanisms in 64 channels, each two or three minutes of one core: answers
-that stand in the context, answers that a state has to keep up with, and answers that are in the weights. Without each
-mechanism they are the table of what is needed, and `in_states`, with each bound on the decay, tells how many nats a
-model wants. `short`, or a skill's name, is a dense model on some skills or on this one; `whole` is nano's recipe with
-fewer steps. Each run appends its curve, its last scores and a histogram of the decays that it learned as a line to
+`needed` means three probes, each a model of 64 channels with all mechanisms that trains for two or three minutes on one
+core: answers in the context, answers that a state has to keep, and answers in the weights. Repeated without each
+mechanism they show what is needed, and `in_states` with each bound on the decay shows how many nats a model wants.
+`short` is a dense model on several skills, a skill's name the same on that skill, and `whole` nano's recipe with fewer
+steps. Each run appends a line with its curve, its last scores and a histogram of its decays to
 `results/nano_probes.jsonl`; a stored run is not repeated.
 """
 
@@ -41,7 +41,7 @@ SMALL = {
     "q_lora_rank": None,
     "initializer_range": 0.1,
 }
-"""Nano's config in 64 channels, with two heads of 32 and without experts."""
+"""Changes to nano's config: 64 channels, two heads of 32, and no experts."""
 
 LITTLE = {
     "hidden_size": 64,
@@ -51,21 +51,21 @@ LITTLE = {
     "n_group": 4,
     "initializer_range": 0.07,
 }
-"""Nano's config in 64 channels, with two heads and 16 experts a layer, two of them chosen, and a shared one."""
+"""Changes to nano's config: 64 channels, two heads, and 16 experts a layer, two of them chosen, beside a shared one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What is trained, on what, for how long."""
+    """The batches of a probe, its changes to nano's config, and its budget."""
 
     cycle: tuple[BatchShape, ...]
     changes: Mapping[str, Any]
     steps: int = 600
     learning_rate: float = NANO.learning_rate
     quiet: bool = NANO.quiet
-    """Whether KDA's lasting heads begin silent, the others local."""
+    """Whether to start from `quieted` weights (`ling3.train.nano.recipe`)."""
     beginning: int = 0
-    """Steps on nano's `BEGINNING` that come first."""
+    """Steps of a first training on nano's `BEGINNING`."""
 
 
 NEEDED = {
@@ -73,13 +73,13 @@ NEEDED = {
     "in_states": Probe((BatchShape(12, 128, {"resets": 0.5, "tracking": 0.5}),), LITTLE, 450, 0.01, quiet=False),
     "in_weights": Probe((BatchShape(12, 64, {"facts of 1024": 1.0}),), LITTLE, 700, 0.01),
 }
-"""By where the answers are. Lasting heads that begin silent may not learn to keep a state within 800 steps."""
+"""Probes by where the answers are. Heads that begin silent (`quieted`) may not learn to keep a state in 800 steps."""
 
 SOME = {"recall": 0.2, "resets": 0.2, "copying": 0.15, "tracking": 0.2, "positions": 0.15, "facts": 0.1}
 
 
 def _alone(skill: Skill) -> Probe:
-    """The small model on one skill."""
+    """A probe of the small model on one skill."""
     rows = (12, 256) if skill.longest <= 256 else (2, 1536)
     return Probe((BatchShape(*rows, {skill.name: 1.0}),), SMALL)
 
@@ -94,13 +94,13 @@ PROBES = {
 
 STEPS = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
 EDGES = (0.0, *(float(f"{step * 10.0**power:.4g}") for power in range(-4, 2) for step in STEPS), 100.0)
-"""Of the bins of decays, in nats a token."""
+"""Edges of the bins of decays, in nats a token."""
 
 
 def decays(checkpoint: str | Path, names: Sequence[str], texts: int = 64) -> dict[str, list[int]]:
-    """How many channels of how many tokens decay by so many nats, in bins between `EDGES`, per KDA layer.
+    """For each KDA layer, the number of decays (one per token and channel) in each bin between `EDGES`.
 
-    On the first held-out texts of skills. Empty for a model whose states never decay.
+    Counted on the first held-out texts of the skills `names`. Layers whose states never decay are left out.
     """
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
     counts: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ def decays(checkpoint: str | Path, names: Sequence[str], texts: int = 64) -> dic
 
 
 def finished(file: Path, probe: str) -> list[dict[str, Any]]:
-    """The stored runs of a probe with its own steps and rate, and nano's other settings."""
+    """The stored runs of a probe with its steps, rate and `quiet`, and nano's weight decay."""
     chosen = PROBES[probe]
     own = {"steps": chosen.steps, "learning_rate": chosen.learning_rate}
     own |= {"weight_decay": NANO.weight_decay, "quiet": chosen.quiet}
@@ -133,17 +133,17 @@ def main(
     seeds: tuple[int, ...] = (0,),
     out: Path = RESULTS,
 ) -> None:
-    """Train what is not stored yet.
+    """Make the trainings that are not stored yet.
 
     Args:
         probe: a key of `PROBES`, or `needed`, which is three of them.
-        without: what the models lack, keys of `ling3.train.nano.recipe.WITHOUT`; all of them by default.
-        steps: batches; by default those of the probe.
-        learning_rate: at its peak; by default that of the probe.
-        weight_decay: of matrices.
-        quiet: whether KDA's lasting heads begin silent; by default as the probe has it.
-        seeds: of weights and texts.
-        out: the directory of the results.
+        without: mechanisms that the models lack, keys of `ling3.train.nano.recipe.WITHOUT`; all of them by default.
+        steps: number of batches; by default as the probe has it.
+        learning_rate: peak learning rate; by default as the probe has it.
+        weight_decay: weight decay of matrices.
+        quiet: whether to start from `quieted` weights; by default as the probe has it.
+        seeds: seeds of weights and texts.
+        out: directory of the results.
     """
     if probe not in (*PROBES, "needed"):
         raise ValueError(f"probe is {probe!r}, expected needed or one of {', '.join(PROBES)}")

@@ -23,11 +23,11 @@ from ling3.train import balanced, plain
 from ling3.train.balance import expert_biases
 
 HELD_OUT = 2**31
-"""The seed of what runs are measured on; no run is trained with it."""
+"""The seed of held-out examples; no run is trained with it."""
 
 
 class Batches(eqx.Module):
-    """The examples of consecutive steps."""
+    """The examples of consecutive steps, stacked."""
 
     tokens: Int[Array, "steps batch seq"]
     targets: Int[Array, "steps batch seq"]
@@ -35,14 +35,14 @@ class Batches(eqx.Module):
 
 
 FINAL = 8
-"""How many times the rows of a point the final measurement has."""
+"""The final measurement has this many times the rows of a point."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measurement on held-out examples: the mean loss in nats and the share of wrong answers, per place asked.
+    """A measurement on held-out examples: the mean loss in nats, and the share of wrong answers.
 
-    Of a mixture, these are the means over its `parts`.
+    Both are over the places where an answer is expected; for a mixture they are the means over its `parts`.
     """
 
     step: int
@@ -66,10 +66,10 @@ class Run:
     seconds: float
     steps_to_90: int | None  # the first point with at most a tenth of the answers wrong
     curve: tuple[Point, ...]
-    final: Point | None  # the last of the curve on FINAL times as many rows; of reported runs alone
+    final: Point | None  # the last point again, on FINAL times as many other rows; only of reported runs
 
 
-# The learning rate multiplies what this gives, step by step: one program serves them all.
+# The updates are multiplied by the learning rate afterwards, so that one program serves all rates.
 _ADAM = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b1=0.9, b2=0.98),
@@ -77,7 +77,7 @@ _ADAM = optax.chain(
 )
 
 BIAS_RATE = 1e-3
-"""What a router's biases change by in a step, towards balanced loads."""
+"""The change of a router's biases in a step, towards balanced loads."""
 
 
 def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"]:
@@ -88,7 +88,7 @@ def schedule(peak: float, warmup: int, steps: int) -> Float[np.ndarray, " steps"
 
 
 def stream(task: Task, seed: int, steps: range, rows: int) -> Batches:
-    """The batches that every variant trained with `seed` sees."""
+    """The batches of these steps, the same for every variant trained with `seed`."""
     drawn = [task.batch(seed, step, rows) for step in steps]
 
     def stacked(name: str) -> Array:
@@ -115,7 +115,7 @@ def answer_loss(
 def _descend(
     model: ling3.CausalLM, state: PyTree, batches: Batches, rates: Float[Array, " steps"]
 ) -> tuple[ling3.CausalLM, PyTree]:
-    """One step for each of `batches`. Where experts have biases, `model` is `balanced`."""
+    """Trains one step on each of `batches`. If experts have biases, `model` must be `balanced`."""
     weights, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def step(carry, xs):
@@ -163,10 +163,10 @@ def _measured(model: ling3.CausalLM, unseen: dict[str, Batches], step: int) -> P
 def training(
     experiment: Experiment, variant: str, learning_rate: float, seed: int
 ) -> Iterator[tuple[ling3.CausalLM, Point]]:
-    """Trains `variant` from scratch; `experiment.points` times, evenly, gives the model so far and its measurement.
+    """Trains `variant` from scratch, and yields the model and its measurement `experiment.points` times, evenly.
 
-    The seed chooses the initial weights and the stream; equal arguments give equal bits. A program is compiled once per
-    variant. FloatingPointError if a measured loss is not finite.
+    The seed determines the initial weights and the stream; equal arguments give equal bits. A program is compiled once
+    per variant. Raises FloatingPointError if a measured loss is not finite.
     """
     task, steps, every = experiment.task, experiment.steps, experiment.steps // experiment.points
     model = balanced(ling3.init(experiment.config(variant), key=jax.random.key(seed)))
@@ -191,7 +191,7 @@ def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -
     models, curve = zip(*training(experiment, variant, learning_rate, seed), strict=True)
     final = None
     if seed != experiment.sweep_seed:
-        # From later steps than the points', so that the choice of the reported runs did not depend on these rows.
+        # On other rows than the points, so that the choice of the reported learning rate does not depend on them.
         final = _measured(models[-1], _unseen(experiment, range(1, 1 + FINAL)), experiment.steps)
     return Run(
         task=experiment.task.name,
@@ -210,7 +210,7 @@ def run(experiment: Experiment, variant: str, learning_rate: float, seed: int) -
 
 
 def read(file: Path) -> list[Run]:
-    """The stored runs of a task, in the order they were made; none if there is no such file."""
+    """The stored runs of a task, in the order they were made; empty if there is no such file."""
     if not file.exists():
         return []
     names, runs = {field.name for field in dataclasses.fields(Run)}, []
@@ -229,7 +229,7 @@ def _point(values: dict[str, Any]) -> Point:
 
 
 def best_rate(runs: Sequence[Run], experiment: Experiment, variant: str) -> float:
-    """The learning rate of the sweep whose last measured loss is least. ValueError if the sweep is not complete."""
+    """The swept learning rate with the least last measured loss. Raises ValueError if the sweep is not complete."""
     swept = [run for run in runs if (run.variant, run.seed) == (variant, experiment.sweep_seed)]
     if missing := set(experiment.rates(variant)) - {run.learning_rate for run in swept}:
         raise ValueError(f"{experiment.task.name}, {variant}: no run yet at the learning rates {sorted(missing)}")

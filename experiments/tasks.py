@@ -1,7 +1,7 @@
-"""Five tasks: four that test one mechanism each (what is to be kept, found, counted or forgotten), and a mixture.
+"""Five tasks: four that test one mechanism each (keeping, finding, counting or forgetting), and a mixture.
 
 A batch is a pure function of (task, seed, step), so all variants of a model see the same stream. `targets[b, t]` is the
-answer expected after the tokens up to t; where the mask is False none is expected.
+answer expected after the tokens up to t; where the mask is False, none is expected.
 
 | task | a row | asked |
 |---|---|---|
@@ -25,7 +25,7 @@ import ling3
 from ling3.train.nano.problems import OBJECTS, PEOPLE, Split, ask, problems
 
 BLANK, RESET, SEPARATOR, NULL = 0, 0, 0, 1
-"""Tokens that are no key, value or letter; the first three in one task each, NULL (segment_reset) a target only."""
+"""Tokens that are not keys, values or letters, each of one task; NULL (segment_reset) is only a target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A generator of examples at fixed sizes, and the number of its tokens.
+    """A generator of examples at fixed sizes, and its vocabulary size.
 
-    A mixture has `parts`: held-out examples are drawn, and measured, for each of them.
+    A mixture has `parts`: held-out examples are drawn and measured for each of them.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Task:
 
 
 def parity(length: int = 40) -> Task:
-    """Running parity: target_t = (token_0 + … + token_t) mod 2. Guesses are right half the time."""
+    """Running parity: target_t = (token_0 + … + token_t) mod 2. A guess is right half the time."""
 
     def draw(rng: np.random.Generator, rows: int) -> Examples:
         tokens = rng.integers(2, size=(rows, length))
@@ -68,7 +68,7 @@ def mqar(length: int = 32, pairs: int = 6, keys: int = 32, values: int = 32) -> 
     """Multi-query associative recall: `pairs` distinct keys with values, then each key once, at random places.
 
     Keys are the tokens from 1 on, values follow them. A guess among the values of the row is right 1 / `pairs` of the
-    time. ValueError if the keys do not fit behind the pairs.
+    time. Raises ValueError if the keys do not fit after the pairs, or if there are too few keys.
     """
     if 3 * pairs > length or pairs > keys:
         raise ValueError(f"{pairs} pairs take {pairs} keys and {3 * pairs} tokens, but there are {keys} and {length}")
@@ -88,9 +88,9 @@ def mqar(length: int = 32, pairs: int = 6, keys: int = 32, values: int = 32) -> 
 def segment_reset(segments: int = 5, pairs: int = 5, queries: int = 6, keys: int = 16, values: int = 16) -> Task:
     """Recall that has to forget: each segment is a reset, `pairs` key-value pairs and `queries` keys.
 
-    Half of the queries, in random order, are keys of this segment and ask for their value; the others are stale, keys
-    of earlier segments that this one does not have (in the first segment: any such), and ask for NULL. So always NULL
-    is right half the time. Keys are the tokens from 2 on, values follow them.
+    Half of the queries, in random order, are keys of this segment, and the answer is their value. The others are keys
+    of earlier segments that this one does not have (in the first segment, any that it does not have), and the answer is
+    NULL. So always NULL is right half the time. Keys are the tokens from 2 on, values follow them.
     """
     asked = queries // 2
 
@@ -119,9 +119,9 @@ def segment_reset(segments: int = 5, pairs: int = 5, queries: int = 6, keys: int
 
 
 def palindrome(length: int = 40, letters: int = 16) -> Task:
-    """A string of length / 2 random letters, a separator, and the string backwards but for its last letter.
+    """A string of length / 2 random letters, a separator, and the string backwards without its last letter.
 
-    The answer is the string backwards, from the separator on: each place shows the letter expected at the one before.
+    From the separator on, the answers are the string backwards: each input is the answer at the place before.
     """
     half = length // 2
 
@@ -137,14 +137,14 @@ def palindrome(length: int = 40, letters: int = 16) -> Task:
 
 @functools.cache
 def tokenizer() -> ling3.Tokenizer:
-    """That of *nano*'s first edition, of 689 tokens, which the stored runs were made with."""
+    """The tokenizer of *nano*'s first edition, with 689 tokens, which the stored runs were made with."""
     return ling3.load_tokenizer(pathlib.Path(__file__).parent / "tokenizer")
 
 
 def word_problems(split: Split, length: int = 128) -> Task:
-    """Text: *nano*'s word problems with their solutions, one after the other, and every next token is asked for.
+    """Text: *nano*'s word problems with their solutions, one after the other; every next token is an answer.
 
-    A row begins with a problem, and ends in the midst of one.
+    A row begins with a problem, and is cut off in the midst of one.
     """
 
     def draw(rng: np.random.Generator, rows: int) -> Examples:
@@ -164,9 +164,9 @@ def word_problems(split: Split, length: int = 128) -> Task:
 def word_recall(length: int = 128, pairs: int = 8) -> Task:
     """Associative recall in words: `pairs` names, each with a thing; then, over and over, one of the names at random.
 
-    Names and things are those of the word problems, 20 each, and all of them tokens. After a name's first time its
-    thing is asked for, and stands there. A guess among the row's things is right 1 / `pairs` of the time. ValueError if
-    the pairs do not fit.
+    Names and things are those of the word problems, 20 each, all single tokens. A name is always followed by its thing,
+    which is an answer from the name's second time on. A guess among the row's things is right 1 / `pairs` of the time.
+    Raises ValueError if the pairs do not fit.
     """
     keys, values = (
         np.array([tokenizer().encode(f" {word}") for word in words]).reshape(len(words))
@@ -187,7 +187,7 @@ def word_recall(length: int = 128, pairs: int = 8) -> Task:
 
 
 def text_and_recall(length: int = 128, pairs: int = 8) -> Task:
-    """Batches of which half the rows are text and the others recall; held-out problems have solutions of their own."""
+    """Batches whose rows are half text and half recall; no training problem has the solution of a held-out one."""
     recall = word_recall(length, pairs)
 
     def draw(rng: np.random.Generator, rows: int) -> Examples:

@@ -112,8 +112,8 @@ _MODULES = {
     "interpret.trace": ("Trace", "trace"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-# Packages and modules whose functions check the types of their arguments and results: all with arrays, and what a user
-# calls. A check takes longer than many a function of the others, which run for every token or tensor.
+# Packages and modules whose functions check the types of their arguments and results: those with arrays, and what a
+# user calls. In the others, many functions run for every token or tensor, and take less time than a check would.
 _CHECKED = (
     *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
@@ -126,7 +126,7 @@ _CHECKED = (
 
 
 class _Package(types.ModuleType):
-    """This package, whose `generate` and `trace` are functions although submodules have these names."""
+    """The type of this package, which keeps `generate` a function although a submodule has this name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # After importing a submodule, Python sets it as an attribute of its package.
@@ -135,7 +135,7 @@ class _Package(types.ModuleType):
 
 
 class _InstallHook:
-    """A finder that installs jaxtyping's import hook, before the first module that it is for."""
+    """A finder that installs jaxtyping's import hook before the first module that is to be checked."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname.removeprefix("ling3.") not in _CHECKED:
@@ -147,14 +147,14 @@ class _InstallHook:
 
         from ling3.runtime import checks  # noqa: PLC0415
 
-        if not jaxtyping.config.jaxtyping_disable:  # by JAXTYPING_DISABLE
+        if not jaxtyping.config.jaxtyping_disable:  # set by JAXTYPING_DISABLE
             checks.install([f"ling3.{name}" for name in _CHECKED])
-        # The search that is under way goes through the finders as they were without the hook.
+        # The search that is under way does not see the new hook, so start another one.
         return importlib.util.find_spec(fullname)
 
 
 def leave_types_unchecked() -> None:
-    """Leaves out the hook, with which importing takes longer; without effect once it is installed."""
+    """Removes `_InstallHook`, so that imports take less time; has no effect once the hook is installed."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _InstallHook)]
 
 
@@ -164,7 +164,7 @@ sys.meta_path.insert(0, _InstallHook())
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A public name, or a submodule, imported when it is first used."""
+        """Imports a public name, or a submodule, when it is first used."""
         if name in _MODULE_OF:
             value = getattr(import_module(f"ling3.{_MODULE_OF[name]}"), name)
             globals()[name] = value

@@ -1,4 +1,4 @@
-"""`python -m ling3` is `ling3`."""
+"""`python -m ling3` runs the command line `ling3`."""
 
 import sys
 

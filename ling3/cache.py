@@ -1,7 +1,7 @@
-"""The memory of a running model: arrays with a row for each sequence, and arrays that lie in pages.
+"""The memory of a running model: arrays with a row for each sequence, and paged arrays.
 
-A mixer's state is any pytree of the two: `Paged` nodes lie in pages, all other arrays have a row per slot. The engine
-knows no more of a layer than that.
+A mixer's state is any pytree of the two: `Paged` nodes are paged, all other arrays have a row per slot. The engine
+knows nothing else about a layer.
 """
 
 import abc
@@ -22,10 +22,10 @@ from ling3.runtime.recorder import SILENT, Recorder
 class Span(eqx.Module):
     """The new tokens of a right-padded `[batch, seq]`: `length[b]` of row b, the first at position `start[b]`.
 
-    Positions are absolute and count from 0; whatever stands after `length[b]` in a row is padding. `table[b, i]` is the
-    page with row b's positions [page·i, page·(i+1)) in every paged array; out-of-range indices mean no page.
-    `execution` is how the pass runs, and `recorder` takes down what happens in it, or changes it at a `site`. The
-    decoder adds the `tokens` themselves, for feed-forwards that look experts up by them.
+    Positions are absolute and count from 0; columns from `length[b]` on are padding. `table[b, i]` is the page with row
+    b's positions [page·i, page·(i+1)) in every paged array; out-of-range indices mean no page. `execution` is how the
+    pass runs. `recorder` records arrays inside the pass, or changes them at a `site`. The decoder fills in the
+    `tokens`, for feed-forwards that look experts up by token id.
     """
 
     start: Int32[Array, " batch"]
@@ -37,7 +37,7 @@ class Span(eqx.Module):
 
     @staticmethod
     def whole(batch: int, seq: int, execution: Execution = PLAIN, recorder: Recorder = SILENT) -> "Span":
-        """Whole sequences of `seq` tokens, from position 0 on and without a cache."""
+        """The span of complete sequences of `seq` tokens, from position 0 and without a cache."""
         zeros = jnp.zeros(batch, jnp.int32)
         return Span(zeros, jnp.full(batch, seq, jnp.int32), None, execution, recorder)
 
@@ -47,7 +47,7 @@ class Span(eqx.Module):
 
     @property
     def seen(self) -> Int32[Array, " batch"]:
-        """How many tokens each row's last one looks back on, itself included; none where a row has no new token."""
+        """The number of tokens that each row's last new token attends to, including itself; 0 for rows without one."""
         return jnp.where(self.length > 0, self.start + self.length, 0)
 
     def valid(self, seq: int) -> Bool[Array, "batch seq"]:
@@ -55,7 +55,7 @@ class Span(eqx.Module):
         return jnp.arange(seq, dtype=jnp.int32)[None] < self.length[:, None]
 
     def cleared(self, x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
-        """`x` with zeros in place of padding, which stays zeros through most layers: kernels for CPUs pass over it."""
+        """`x` with zeros in place of padding, which stay zeros through most layers: CPU kernels skip them."""
         return jnp.where(self.valid(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
     @property
@@ -64,11 +64,11 @@ class Span(eqx.Module):
         return self.recorder is not SILENT
 
     def site(self, name: str, x: Any) -> Any:
-        """Shows an array to the recorder; returns what the pass goes on with, which is `x` itself without one."""
+        """Shows an array to the recorder; returns the one to continue with, which is `x` itself without a recorder."""
         return self.recorder.site(name, x, self)
 
     def within(self, name: str) -> "Span":
-        """The same span for a part of the model, under whose name the recorder files what it is given."""
+        """The same span for a submodule, whose `name` the recorder adds to the paths of its arrays."""
         if self.recorder is SILENT:
             return self
         return dataclasses.replace(self, recorder=self.recorder.within(name))
@@ -76,33 +76,32 @@ class Span(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """The room of a memory: slots, pages and their size, and the dtype that it is kept in."""
+    """The size of a model's memory: slots, pages and their size, and the dtype of its arrays."""
 
     slots: int
     pages: int
     page_size: int
-    """Tokens of a page."""
+    """The number of tokens per page."""
     dtype: DTypeLike
     packed: bool = False
-    """Pages are bytes in the formats of `ling3.ops.packed_kv`, and only what has a row per slot has `dtype`."""
+    """True stores pages as bytes in the formats of `ling3.ops.packed_kv`; other arrays still have `dtype`."""
 
 
 class Shared(eqx.Module):
-    """A part of a state that devices share. Any other array each device has whole."""
+    """A part of a state that can be sharded by heads. Other arrays are not: each device has all of a row."""
 
     @property
     @abc.abstractmethod
     def shared_axes(self) -> tuple[int | None, ...]:
-        """For each of its arrays the axis along which devices share it; None if each device has it whole."""
+        """For each of its arrays, the axis that is sharded by heads; None if each device has all of it."""
 
 
 class Paged(Shared):
-    """An array of a state that lies in pages: `entries[p, i]` is entry i of page p, or with a `packing` among the
-    page's bytes.
+    """A paged array of a state: `entries[p, i]` is entry i of page p; with a `packing`, `entries[p]` are its bytes.
 
-    An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has
-    page_size / tokens entries. Which pages are whose, and in which order, `Span.table` says. With a `window`, a token's
-    output depends only on the entries of the last `window` tokens, its own included: pages behind them may be freed.
+    An entry stands for `tokens` consecutive tokens, so a page of the engine's `page_size` tokens has page_size / tokens
+    entries. `Span.table` lists the pages of each row, in order. With a `window`, a token's output depends only on the
+    entries of the last `window` tokens, including its own: pages behind them may be freed.
     """
 
     entries: Float[Array, "pages page *entry"] | UInt8[Array, "pages bytes"]
@@ -110,7 +109,7 @@ class Paged(Shared):
     window: int | None = eqx.field(static=True, default=None)
     packing: Packing | None = eqx.field(static=True, default=None)
     shared: int | None = eqx.field(static=True, default=None)
-    """The axis of `entries` along which devices share them; None if each device has them whole."""
+    """The axis of `entries` that is sharded by heads; None if each device has all of them."""
 
     @staticmethod
     def empty(
@@ -121,9 +120,9 @@ class Paged(Shared):
         packing: Packing | None = None,
         shared: int | None = None,
     ) -> "Paged":
-        """Zeros for the pages of `spec`; where it is packed, bytes of the `packing`.
+        """Zeros for the pages of `spec`; if `spec` is packed, as bytes of the `packing`.
 
-        ValueError if an entry's tokens do not divide a page's, or if such entries cannot be packed.
+        Raises ValueError if page_size is no multiple of `tokens`, or if `spec` is packed and such entries cannot be.
         """
         if spec.page_size % tokens:
             raise ValueError(f"page_size is {spec.page_size}, expected a multiple of {tokens}, the tokens of an entry")
@@ -138,7 +137,7 @@ class Paged(Shared):
 
     @property
     def shared_axes(self) -> tuple[int | None, ...]:
-        """The axis of the entries along which devices share them."""
+        """The axis of `entries` that is sharded by heads."""
         return (self.shared,)
 
     @property
@@ -153,7 +152,7 @@ class Paged(Shared):
         return self.page * self.tokens
 
     def append(self, new: Float[Array, "batch completed *entry"], span: Span) -> "Paged":
-        """With the entries that the span completes, each row's in order; padding, and what has no page, is dropped.
+        """Writes the entries that the span completes, in order for each row; drops padding, and entries without a page.
 
         Entry w is complete with the token at position (w + 1) · tokens - 1. `new` has at least as many columns as
         entries are completed.
@@ -176,14 +175,14 @@ class Paged(Shared):
 
 
 class KDAState(Shared):
-    """One KDA layer's memory, the same size after any number of tokens. Devices share it by heads."""
+    """One KDA layer's memory, of the same size after any number of tokens. It is sharded by heads."""
 
     recurrent: Float[Array, "batch heads key value"]  # S, float32
     conv: Float[Array, "batch tail channels"]  # the last taps - 1 projections before the convolution: q | k | v
 
     @property
     def shared_axes(self) -> tuple[int, int]:
-        """Devices share the heads of the state, and the tail's channels."""
+        """The heads of the state are sharded, and the channels of the tail."""
         return 1, 2
 
 
@@ -192,20 +191,20 @@ State = PyTree
 
 
 class Cache(eqx.Module):
-    """The memory of a whole model: one state per mixer, how many tokens each row holds, and the block table."""
+    """The memory of all layers: one state per mixer, the number of tokens that each row holds, and the block table."""
 
     layers: tuple[State, ...]
     length: Int32[Array, " batch"]
     table: Int32[Array, "batch columns"]
 
     def capacity(self) -> int:
-        """How many tokens a row has room for; without a paged array, as many as positions can count."""
+        """The most tokens that a row has room for; without a paged array, as many as positions can count."""
         sizes = [paged.page_size for paged in pages_of(self.layers)]
         return self.table.shape[1] * min(sizes) if sizes else 2**31 - 1
 
 
 def is_paged(node: object) -> bool:
-    """True for an array that lies in pages."""
+    """True for a paged array, a `Paged` node."""
     return isinstance(node, Paged)
 
 
@@ -222,28 +221,28 @@ def window_of(states: State) -> int | None:
 
 
 def shared_axes(states: State) -> list[int | None]:
-    """For each array of some states (in the order of `jax.tree.leaves`), the axis along which devices share it.
+    """For each array of some states (in the order of `jax.tree.leaves`), the axis that is sharded by heads.
 
-    None means that each device has it whole.
+    None means that each device has all of it.
     """
     nodes = jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, Shared))
     return [axis for node in nodes for axis in (node.shared_axes if isinstance(node, Shared) else (None,))]
 
 
 def slots_of(states: State) -> State:
-    """The states without their paged arrays, which are None: what a slot holds."""
+    """The states with None in place of the paged arrays: the part that a slot holds."""
     return jax.tree.map(lambda node: None if is_paged(node) else node, states, is_leaf=is_paged)
 
 
 def map_slots(function: Callable[..., Array], states: State, *others: State) -> State:
-    """`function` of each array with a row per slot; paged arrays stay as they are in `states`."""
+    """Applies `function` to each array with a row per slot; paged arrays stay as they are in `states`."""
     return jax.tree.map(
         lambda node, *rest: node if is_paged(node) else function(node, *rest), states, *others, is_leaf=is_paged
     )
 
 
 def map_pages(function: Callable[..., Array], states: State, *others: State) -> State:
-    """`function` of the entries of each paged array; arrays with a row per slot stay as they are in `states`."""
+    """Applies `function` to the entries of each paged array; other arrays stay as they are in `states`."""
 
     def mapped(node: Any, *rest: Any) -> Any:
         if not is_paged(node):

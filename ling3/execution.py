@@ -1,4 +1,4 @@
-"""`Execution`: the table of a model's operators and their forms, and the sizes that they work in."""
+"""`Execution`: which form of each operator a model runs, and their settings."""
 
 import dataclasses
 import functools
@@ -15,20 +15,20 @@ from ling3.ops.quantized import Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """The table of forms for a forward pass: an argument of `model.step` and of the engine, static under `jit`.
+    """The forms that a forward pass runs: an argument of `model.step` and of the engine, static under `jit`.
 
-    A field with an operator's type, which says what it computes, is a form of it. A form computes the plain form's
-    numbers up to rounding; a row's bits do not depend on the rest of the batch. The defaults are the plain forms,
-    without what one platform needs; `Execution.default()` has that. A kernel takes its place as
+    A field whose type is an operator's Protocol, which says what it computes, holds a form (an implementation) of it.
+    All forms agree up to rounding, and a row's result does not depend bitwise on the other rows' values. The defaults
+    are the plain forms, which run on any platform; `Execution.default()` has this platform's. To use another kernel:
 
         dataclasses.replace(Execution.default(), kda_step=my_kda_step)
 
-    `ling3.ops.cpu` and `ling3.ops.gpu` have the forms for a platform, each of which leaves to the plain form what it
-    does not suit.
+    The platforms' forms are in `ling3.ops.cpu` and `ling3.ops.gpu`; they call the plain form for inputs that do not
+    suit them.
     """
 
     chunk_size: int = 16
-    """Tokens that KDA's prefill takes at a time: 16 times a power of two. 16 is fastest on a CPU."""
+    """Tokens per chunk of KDA's prefill: 16 times a power of two. 16 is fastest on a CPU."""
     kda_step: kda.KDAStep = kda.kda_step
     chunk_kda: kda.ChunkKDA = kda.chunk_kda
     block_attention: attention.BlockAttention = attention.block_attention
@@ -41,13 +41,13 @@ class Execution:
     read: rows.Read = rows.read
     take_rows: rows.TakeRows = rows.take_rows
     accumulation: str = "float32"
-    """float32, or float64 (with `jax_enable_x64`): what products with weights are summed in."""
+    """The dtype in which products with weights are summed: float32, or float64 (needs `jax_enable_x64`)."""
     row_by_row: bool = False
-    """Tokens are chosen for one row after the other, so that rows without a token cost nothing."""
+    """Samples tokens for one row after another, so that rows without a token cost nothing."""
     narrow_from: int | None = None
-    """Bytes of a matrix from which on a product costs what its rows cost, so that calls of a few tokens pay; or None.
+    """Bytes of a matrix from which on a product's time is proportional to its rows, so that narrow calls pay off.
 
-    An engine whose matrices all have as many then cuts prompts into narrower calls too.
+    An engine whose matrices are all at least this large also splits prompts into narrower calls. None: it never does.
     """
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Execution:
 
     @property
     def sums(self) -> Accumulation:
-        """The dtype `accumulation`, as operators take it."""
+        """`accumulation` as the type that operators take."""
         return "float64" if self.accumulation == "float64" else "float32"
 
     def times(
@@ -70,7 +70,7 @@ class Execution:
 
     @staticmethod
     def default(platform: str | None = None) -> "Execution":
-        """The one for a platform ("cpu", "gpu", "tpu"), or for JAX's default one."""
+        """The forms for a platform ("cpu", "gpu", "tpu"), by default for JAX's default backend."""
         platform = jax.default_backend() if platform is None else platform
         return PLATFORMS.get(platform, lambda: PLAIN)()
 
@@ -83,7 +83,7 @@ XLA_CPU = Execution(
     read=cpu.rows.read,
     row_by_row=True,
 )
-"""The forms that XLA's CPU backend runs fast, without kernels in C++."""
+"""The forms that XLA's CPU backend runs fast, without C++ kernels."""
 CPU = dataclasses.replace(
     XLA_CPU,
     kda_step=cpu.kda.kda_step,
@@ -101,7 +101,7 @@ CPU = dataclasses.replace(
 
 @functools.cache
 def _gpu() -> Execution:
-    # Pallas takes time to import, which no CPU has a use for.
+    # Importing Pallas takes time and is useless on a CPU.
     from ling3.ops import gpu  # noqa: PLC0415
 
     return Execution(
@@ -113,4 +113,4 @@ def _gpu() -> Execution:
 
 
 PLATFORMS: dict[str, Callable[[], Execution]] = {"cpu": lambda: CPU, "gpu": _gpu}
-"""The tables of platforms that need something else than the plain forms."""
+"""For each platform a function that makes its `Execution`; other platforms run `PLAIN`."""

@@ -21,8 +21,8 @@ from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 
-# Tokens of a prefill call, all rows together. What is left of a prompt goes in calls of a power of two tokens, rounded
-# down from FULL_CHUNK on and up below: there a call's time goes into reading the weights, with or without padding.
+# Tokens of a prefill call, all rows together. A call takes a power of two tokens of each prompt: what is left of it,
+# rounded down from FULL_CHUNK tokens on, and up below: there reading the weights takes the time, and padding is cheap.
 PREFILL_CHUNK = 2048
 FULL_CHUNK = 512
 SMALLEST_CHUNK = 16
@@ -39,22 +39,22 @@ def generate(
     filters: Sequence[Filter] = (),
     **fields: Any,
 ) -> list[list[int]]:
-    """The new token ids of each prompt. All prompts, of any lengths, are one batch.
+    """Returns the new token ids of each prompt. All prompts, of any lengths, are one batch.
 
     `params` is how they are sampled. Its fields may be given by name too (`generate(model, prompts, temperature=0.8)`),
-    or both, where a name changes a single one. Text, stop strings, grammars, log-probabilities and what else is in
-    `ling3.engine.sampling_params.NOT_IN_GENERATE` take an `Engine`, which serves requests that come and go.
+    or both, where a name replaces a single field. Texts, stop strings, grammars, log-probabilities and everything else
+    in `ling3.engine.sampling_params.NOT_IN_GENERATE` need an `Engine`, which serves requests that come and go.
 
     A row ends after `max_tokens` tokens, or with the first of `stop_token_ids` or of the config's `eos_token_id`
-    (which `ignore_eos` disregards); that token is the last of the row. A checkpoint's tokenizer may have more end ids
-    than its config: `stop_token_ids=tokenizer.eos_token_ids` are all of them. Temperature 0 is greedy; otherwise row b
-    draws from seed + b, and without a seed from b. `interventions` apply to every prompt at its own positions.
-    `execution` is how the model runs, by default as suits the platform, and `filters` are the `Engine`'s. What is
-    compiled is kept for later processes, as `ling3.runtime.compilation_cache` says.
+    (unless `ignore_eos`); that token is the last of the row. A checkpoint's tokenizer may have more end ids than its
+    config: `stop_token_ids=tokenizer.eos_token_ids` are all of them. Temperature 0 is greedy; otherwise row b draws
+    from seed + b, and without a seed from b. `interventions` apply to every prompt at its own positions. `execution` is
+    how the model runs, by default as suits the platform, and `filters` are as in `Engine`. Compiled programs are cached
+    for later processes, see `ling3.runtime.compilation_cache`.
 
-    Raises ParameterError, which is a ValueError, for an empty prompt, ids outside the vocabulary, fields out of their
-    bounds, or more tokens than the context, and ValueError for interventions that do not hold of the model, before any
-    work; FloatingPointError if the model's logits are not numbers.
+    Before any work, raises ParameterError, which is a ValueError, for an empty prompt, ids outside the vocabulary,
+    fields out of their bounds, or more tokens than the context, and ValueError for interventions that do not fit the
+    model. Raises FloatingPointError if the model's logits are NaN.
     """
     refuse_fork()
     compilation_cache.switch_on()

@@ -1,14 +1,14 @@
 """Interventions: arrays inside a forward pass that are changed while it runs, for steering and causal tracing.
 
-A layer's modules name the arrays that a pass goes on with, its *sites* (`Span.site`):
+A layer's modules name the arrays that can be changed, its *sites* (`Span.site`):
 
-    embeddings                  [hidden]              of the whole model, without a layer
-    attended, added             [hidden]              what a layer's attention and feed-forward add to the residual
-    residual                    [hidden]              the residual stream after the layer; [streams, hidden] of several
+    embeddings                  [hidden]              the model's token embeddings, of no layer
+    attended, added             [hidden]              outputs of attention and feed-forward, added to the residual
+    residual                    [hidden]              the residual stream after the layer; of several [streams, hidden]
     gate                        [heads(, value)]      the attention's output gate
     decay, beta                 [heads(, key)]        KDA's log decay, in nats, and its writing strength
-    heads                       [heads, value]        what each head gives to the output projection
-    router                      [experts]             which experts a token goes through, and with which weights
+    heads                       [heads, value]        each head's input to the output projection
+    router                      [experts]             the experts that a token goes through, and their weights
 """
 
 import functools
@@ -36,20 +36,20 @@ SITES: dict[str, str] = {
     **{name: f"layers.{{}}.attention.{name}" for name in OF_HEADS},
     "router": "layers.{}.mlp.router",
 }
-"""Under which path the arrays that a pass goes on with are shown, by name; {} is the layer's 0-based number."""
+"""The recorder's path of each site, by name; {} is the layer's 0-based number."""
 ALL = -1
-"""In place of a head: all of them."""
+"""The head number that means all heads."""
 
 
 class Intervention(eqx.Module):
     """One change of a forward pass, made by `add`, `set`, `expert` or `patch`.
 
-    It holds for tokens at positions from `from_position` on, or at `positions` alone; positions are absolute and count
-    from 0. Of several at one site, each takes what the ones before it gave. What a program is compiled for is the
-    layer, the site and what is done there: other numbers, positions, heads and experts run in the same program.
+    It applies to tokens at positions from `from_position` on, or only at `positions`; these are absolute and count from
+    0. Several interventions at one site apply in order, each to the result of those before it. A program is compiled
+    for the layer, the site and the kind of change: other values, positions, heads and experts run in the same program.
 
-    The constructors raise ValueError for what can hold of no model, and whatever takes interventions does for what
-    does not hold of its model: a layer or a site that it has not, a wrong width, a head or an expert out of range.
+    The constructors raise ValueError for arguments that fit no model. Functions that take interventions raise it for
+    those that do not fit their model: a missing layer or site, a wrong width, a head or an expert out of range.
     """
 
     value: Float[Array | np.ndarray, "rows values *shape"]  # one value for all positions, or one for each
@@ -70,7 +70,7 @@ class Intervention(eqx.Module):
         from_position: SupportsIndex = 0,
         positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
-        """x + vector: steers the residual stream after a layer, or another `site` (of all heads, or of one)."""
+        """x + vector: steers the residual stream after a layer, or another `site` (for all heads, or one `head`)."""
         return _made(layer, site, vector, head, from_position, positions, adds=True)
 
     @staticmethod
@@ -83,10 +83,10 @@ class Intervention(eqx.Module):
         from_position: SupportsIndex = 0,
         positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
-        """The value, a number or an array of the site's shape, in place of what the pass computed.
+        """Replaces the array of a site by `value`, a number or an array of the site's shape.
 
-        A gate of 1 is no gate, and `heads` of 0 cut a head off. With a `head`, of that one alone. A decay is a
-        logarithm in nats, at most 0, and 0 forgets nothing.
+        With a `head`, only that head's part. A gate of 1 has no effect, and `heads` of 0 remove a head's output. A
+        decay is a logarithm in nats, at most 0, and 0 forgets nothing.
         """
         return _made(layer, site, value, head, from_position, positions, adds=False)
 
@@ -99,10 +99,10 @@ class Intervention(eqx.Module):
         from_position: SupportsIndex = 0,
         positions: Sequence[SupportsIndex] | None = None,
     ) -> "Intervention":
-        """The weight of an expert of a MoE layer, in place of the router's: 0 cuts it off.
+        """Replaces the router's weight of an expert of a MoE layer; 0 turns the expert off.
 
-        A token that did not choose the expert gets it in place of its last choice, unless the weight is 0. The other
-        weights stay as they are.
+        If a token did not choose the expert, it replaces the token's last choice, unless the weight is 0. The other
+        weights do not change.
         """
         if not (is_real(weight) and np.isfinite(weight)):
             raise ValueError(f"intervention: weight is {shown(weight)}, expected a finite number")
@@ -117,9 +117,9 @@ class Intervention(eqx.Module):
         site: str = "residual",
         head: SupportsIndex | None = None,
     ) -> "Intervention":
-        """Activations of another run, `[positions, …]`, in place of this run's: causal tracing (arXiv 2202.05262, §2).
+        """Replaces activations by those of another run, `[positions, …]`: causal tracing (arXiv 2202.05262, §2).
 
-        They are those at `positions`, by default the first ones, as `Completion.captured` and `trace` give them.
+        `values` are those at `positions`, by default the first ones, as `Completion.captured` and `trace` give them.
         """
         count = np.shape(values)[0] if np.ndim(values) else 0
         positions = range(count) if positions is None else positions
@@ -132,14 +132,14 @@ class Intervention(eqx.Module):
 
     @property
     def path(self) -> str:
-        """Where a recorder finds the site."""
+        """The path under which a recorder finds the site."""
         return SITES[self.site].format(self.layer)
 
     def settled(self, shapes: Mapping[str, tuple[int, ...]]) -> "Intervention":
-        """The same for a model that shows these sites, with values of the site's whole shape.
+        """This intervention prepared for a model with sites of these `shapes`: its values get the site's full shape.
 
-        The number of positions becomes a power of two, so that few are compiled for. ValueError for what does not hold
-        of the model.
+        The number of positions is padded to a power of two, so that few programs are compiled. Raises ValueError if the
+        intervention does not fit the model.
         """
         shape = self._shape(shapes)
         if self.site == "router":
@@ -153,7 +153,7 @@ class Intervention(eqx.Module):
         return Intervention(value, self.start, positions, self.part, self.layer, self.site, self.adds)
 
     def _shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """A token's at the site; ValueError if there is none, or not the head or expert."""
+        """The site's shape for one token; raises ValueError if the model lacks the site, the head or the expert."""
         shape = shapes.get(self.path)
         if shape is None:
             layers = sum(path.endswith(".residual") for path in shapes)
@@ -173,7 +173,7 @@ class Intervention(eqx.Module):
         return shape
 
     def applied(self, x: Any, span: Span) -> Any:
-        """The array with which a pass goes on in the place of the site's."""
+        """Applies the intervention to its site's array; returns the array that the pass continues with."""
         if self.site == "router":
             chosen, weights = x
             return self._routed(chosen, weights, span)
@@ -205,14 +205,14 @@ class Intervention(eqx.Module):
         return jnp.where(place, expert, chosen), jnp.where(place, weight, weights)
 
     def _where(self, span: Span, seq: int) -> Bool[Array, "batch seq"]:
-        """At which tokens of the span it holds; at no padding."""
+        """True for the tokens of the span that it applies to; False for padding."""
         at, valid = span.positions(seq), span.valid(seq)
         if self.positions is None:
             return valid & (at >= jnp.asarray(self.start)[:, None])
         return valid & jnp.any(at[:, :, None] == jnp.asarray(self.positions)[:, None], axis=-1)
 
     def _index(self, span: Span, seq: int) -> Int32[Array, "batch seq"]:
-        """The place among its positions of each token's, where it is one of them."""
+        """The index of each token's position in `positions`; 0 if it is not among them."""
         hits = span.positions(seq)[:, :, None] == jnp.asarray(self.positions)[:, None]
         return jnp.argmax(hits, axis=-1).astype(jnp.int32)
 
@@ -228,7 +228,7 @@ def _made(
     adds: bool,
     each: bool = False,
 ) -> Intervention:
-    """The checked intervention; `each` says that the value's first axis is that of the positions."""
+    """The checked intervention; with `each`, the value's first axis is the positions."""
     layer = 0 if site == "embeddings" and layer is None else layer
     positions = None if positions is None else list(positions)
     array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -252,7 +252,7 @@ def _made(
     array = array.astype(jax.dtypes.canonicalize_dtype(wide(array.dtype) if floating else np.float32))
     array = array[None] if each else array[None, None]
     if part is not None and site in OF_HEADS and array.ndim > 2:
-        array = array[:, :, None]  # in the place of the axis of heads
+        array = array[:, :, None]  # with an axis for the heads
     places = None if positions is None else np.asarray([positions], np.int32)
     first, own = (np.asarray([number], np.int32) for number in (from_position, ALL if part is None else part))
     return Intervention(array, first, places, own, int(layer), str(site), adds)
@@ -285,7 +285,7 @@ def _problems_of_value(value: Any, array: Any, at_most_0: bool) -> list[str]:
 def _broadcast(
     value: Float[Array | np.ndarray, "rows values *shape"], shape: tuple[int, ...], of: Intervention
 ) -> Float[Array | np.ndarray, "rows values *wider"]:
-    """Values of a site's shape; ValueError if they are of another."""
+    """Broadcasts values to a site's shape; raises ValueError if they do not fit."""
     own = value.shape[2:]
     if len(own) > len(shape) or any(n not in (1, size) for n, size in zip(own[::-1], shape[::-1], strict=False)):
         wanted = "a number" if not shape else f"a number or an array of the shape {shape}"
@@ -297,12 +297,12 @@ def _broadcast(
 
 
 def _numpy(x: Any) -> Any:
-    """The library for an array: on the host, no program is compiled for it."""
+    """The library for an array: NumPy on the host, so that no program is compiled."""
     return np if isinstance(x, np.ndarray) else jnp
 
 
 def settled(model: Any, interventions: Any) -> tuple[Intervention, ...]:
-    """Interventions checked against a model, and made ready for it; ValueError for what does not hold of it."""
+    """Interventions checked against a model and prepared for it; raises ValueError for those that do not fit it."""
     if not isinstance(interventions, (list, tuple)) or not all(isinstance(x, Intervention) for x in interventions):
         raise ValueError(f"interventions are {shown(interventions)}, expected a list of ling3.Intervention")
     if not interventions:
@@ -312,7 +312,7 @@ def settled(model: Any, interventions: Any) -> tuple[Intervention, ...]:
 
 
 def stacked(rows: Sequence[Sequence[Intervention]], places: Sequence[int], count: int) -> tuple[Intervention, ...]:
-    """The interventions of several rows of a call, all of the same structure, at their places among `count` rows."""
+    """Stacks the interventions of several rows, all of the same structure, at `places` among `count` rows."""
 
     def placed(*own: np.ndarray) -> np.ndarray:
         out = np.zeros((count, *own[0].shape[1:]), own[0].dtype)
@@ -323,13 +323,13 @@ def stacked(rows: Sequence[Sequence[Intervention]], places: Sequence[int], count
 
 
 def structure(interventions: Sequence[Intervention]) -> Any:
-    """The key of the program for some interventions: rows whose interventions have the same may share a call."""
+    """The key of the program for some interventions: rows whose interventions have the same key may share a call."""
     leaves, tree = jax.tree.flatten(tuple(interventions))
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def recorder(interventions: Sequence[Intervention], watch: bool = False) -> Recorder:
-    """A recorder that makes a pass undergo interventions; with `watch` and without any, one that only records."""
+    """A recorder that applies interventions to a pass; without any, with `watch`, one that only records."""
     if not interventions:
         return Recorder() if watch else SILENT
 
@@ -343,7 +343,7 @@ def recorder(interventions: Sequence[Intervention], watch: bool = False) -> Reco
 
 
 def takes_interventions(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(model, …, interventions=())`, which gets them checked and made ready, outside of compiled programs."""
+    """Wraps `function(model, …, interventions=())`: checks and prepares these, outside of compiled programs."""
 
     @no_type_check
     @functools.wraps(function)
@@ -356,7 +356,7 @@ def takes_interventions(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites(model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each array that a model records for a token, by path. A router's is the shape of its scores."""
+    """The shape of each array that a model records for a token, by path; for a router, the shape of its scores."""
     leaves, tree = jax.tree.flatten(model)
     return _sites(tree, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 

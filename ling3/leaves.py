@@ -1,4 +1,4 @@
-"""The arrays of a model: where each is in the module tree, and what its axes count."""
+"""The arrays of a model: their paths in the module tree, and the names of their axes."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,23 +17,23 @@ class ArrayLeaf:
     path: str
     value: Any
     around: tuple[Any, ...]
-    """The modules that it is in, from the model on."""
+    """The modules that contain it, from the model down."""
 
     @property
     def module(self) -> Any:
-        """The module whose field it is."""
+        """The module that has it as a field."""
         return self.around[-1]
 
     @property
     def field(self) -> str:
-        """The name of the module's field."""
+        """The name of the field that holds it."""
         return self.path.rpartition(".")[2]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The name of each dimension: a matrix's axes, or what the field's annotation states; empty if nothing does."""
+        """The name of each dimension, from its matrix or the field's annotation; empty if neither states them."""
         if isinstance(self.module, Matrix):
-            return self.module.axes[: self.value.ndim]  # of a bias or scales: those of its rows
+            return self.module.axes[: self.value.ndim]  # a bias has only the first ones
         if stated := axes(type(self.module), self.field):
             return stated
         annotation = type(self.module).__annotations__[self.field]
@@ -41,7 +41,7 @@ class ArrayLeaf:
         return tuple(next(found, ()))
 
     def units(self, axis: str) -> int:
-        """How many things its axis of this name counts: heads, where a head has several rows."""
+        """The number of units along the axis of this name; for heads, that of heads and not of their channels."""
         known = (getattr(module, axis, None) for module in reversed(self.around))
         if (count := next((count for count in known if isinstance(count, int)), None)) is not None:
             return count
@@ -51,7 +51,7 @@ class ArrayLeaf:
 
 
 def array_leaves(model: Any) -> Iterator[ArrayLeaf]:
-    """The arrays of a model, or of its structure, in the order of `jax.tree.leaves`."""
+    """The arrays of a model, or of its shapes and dtypes, in the order of `jax.tree.leaves`."""
     for path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
         around: list[Any] = [model]
         for key in path[:-1]:

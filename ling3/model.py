@@ -23,16 +23,16 @@ from ling3.runtime.entry_checks import checks_ids, refuse_fork
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A sequence mixer: attention of any kind, with its memory."""
+    """A sequence mixer: any kind of attention, with its state."""
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
-        """Its output for each token, and its memory after the span. Without a state nothing is cached."""
+        """Its output for each token, and its state after the span. Without a state nothing is cached."""
         ...
 
     def empty_state(self, spec: CacheSpec) -> State:
-        """Its memory before the first token: arrays with a row per slot, and `Paged` ones of so many pages.
+        """Its state before the first token: arrays with a row per slot, and `Paged` arrays.
 
         Raises ValueError, with the reason, if `spec` does not suit this mixer.
         """
@@ -44,15 +44,15 @@ class FeedForward(Protocol):
     """A layer that processes each token independently."""
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
-        """Its output for each token; padding may get anything."""
+        """Its output for each token; for padding it is arbitrary."""
         ...
 
 
 class DecoderLayer(eqx.Module):
     """h = x + attention(input_layernorm(x));   y = h + mlp(post_attention_layernorm(h)).
 
-    Without attention h = x: the layer has no memory, and input_layernorm is unused. With hyper-connections x has
-    several streams, and they decide what a sublayer reads from these and how its output is added back.
+    Without attention h = x: the layer has no state, and input_layernorm is unused. With hyper-connections x has several
+    streams, and `attn_hc` and `ffn_hc` mix these into a sublayer's input and add its output back to them.
     """
 
     input_layernorm: RMSNorm
@@ -65,7 +65,7 @@ class DecoderLayer(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
-        """The residual stream (or streams) after this layer, and the layer's memory after the span."""
+        """The residual stream (or streams) after this layer, and its attention's state after the span."""
         x, state = self.attend(x, state, span)
         normed, residual = self.read(x)
         with jax.named_scope("mlp"):
@@ -75,7 +75,7 @@ class DecoderLayer(eqx.Module):
     def attend(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
-        """The residual after attention, and the layer's memory after the span."""
+        """The residual stream (or streams) after attention, and attention's state after the span."""
         if self.attention is None:
             return x, state
         h, residual = (x, x) if self.attn_hc is None else self.attn_hc(x)
@@ -98,7 +98,7 @@ class Decoder(eqx.Module):
     word_embeddings: Matrix  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
-    hc_head: HyperHead | None = None  # with it the residual has several streams, which this makes one
+    hc_head: HyperHead | None = None  # joins the residual streams; None if there is only one
 
     def __call__(
         self,
@@ -106,7 +106,7 @@ class Decoder(eqx.Module):
         states: tuple[State | None, ...],
         span: Span,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
-        """The normed hidden state of each token, and every attention's memory after the span."""
+        """The normed hidden state of each token, and every attention's state after the span."""
         x = span.cleared(self.word_embeddings.embed(tokens, span.execution))
         span = dataclasses.replace(span, tokens=tokens)
         x = self.spread(span.site("embeddings", x))
@@ -130,7 +130,7 @@ class Decoder(eqx.Module):
 
     @property
     def attentions(self) -> tuple[Mixer, ...]:
-        """The layers' attentions, of which each has a memory: `states` has one for each of these."""
+        """The layers' attentions, in order; `states` has one element for each of them."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
 
@@ -156,12 +156,12 @@ class Origin:
 class CausalLM(eqx.Module):
     """A causal language model: the published tree of a decoder, with `lm_head` on top.
 
-    `model(tokens)` scores whole sequences; `model.step(tokens, cache)` continues remembered ones, by one token or many.
+    `model(tokens)` scores whole sequences; `model.step(tokens, cache)` continues cached ones, by one token or many.
     """
 
     model: Decoder
     lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
-    config: Any = eqx.field(static=True)  # the family's own
+    config: Any = eqx.field(static=True)  # an instance of its family's config class
     origin: Origin = eqx.field(static=True, default=Origin())
 
     @checks_ids
@@ -178,7 +178,7 @@ class CausalLM(eqx.Module):
 
         Differentiable in reverse mode (the experts' fast form has no forward mode).
 
-        `execution` is how it runs, by default as suits the platform. `interventions` hold for every row.
+        `execution` selects the operators' forms, by default the platform's. `interventions` hold for every row.
 
         Raises ValueError for empty `tokens`, interventions that do not fit the model, and ids outside [0, vocab).
         Inside `jax.jit` and other transformations ids are not checked, and a bad id silently reads another row.
@@ -199,9 +199,9 @@ class CausalLM(eqx.Module):
     def logits(
         self, hidden: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
-        """The logits of some normed hidden states."""
+        """The logits of normed hidden states, in float32."""
         head = self.model.word_embeddings if self.lm_head is None else self.lm_head
-        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may have more rows
+        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may be padded
 
     def __hash__(self) -> int:
         """Raises TypeError, like any module with arrays, saying what to use instead of `jax.jit(model)`."""
@@ -215,7 +215,7 @@ class CausalLM(eqx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype in which its matrices are computed."""
+        """The dtype of the weights, taken from the word embeddings."""
         return self.model.word_embeddings.dtype
 
     @property
@@ -238,7 +238,7 @@ class CausalLM(eqx.Module):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of `init_cache` and `generate`."""
+        """Tokens per page in `init_cache` and `generate`."""
         return math.lcm(BLOCK, self.page_multiple)
 
     @property
@@ -257,10 +257,11 @@ class CausalLM(eqx.Module):
         return None
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike | None = None, *, packed: bool = False) -> Cache:
-        """An empty memory for `batch` rows of up to `max_length` tokens.
+        """An empty cache for `batch` rows of up to `max_length` tokens.
 
-        Latents and conv tails have `dtype` (that of the weights without it), KDA's recurrent states float32. With
-        `packed` what lies in pages is bytes, as in `empty_states`.
+        Cache entries and conv tails have `dtype` (by default that of the weights), KDA's recurrent states float32. With
+        `packed`, pages are bytes in the formats of `ling3.ops.packed_kv`. Raises ValueError for a `batch` or
+        `max_length` below 1, and for `packed` if a layer's pages cannot be packed.
         """
         refuse_fork()
         if batch < 1 or max_length < 1:
@@ -272,7 +273,7 @@ class CausalLM(eqx.Module):
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
     def empty_states(self, spec: CacheSpec) -> tuple[State, ...]:
-        """The memory of every mixer before the first token. ValueError if a layer's pages cannot be packed."""
+        """Every mixer's state before the first token. Raises ValueError if a layer's pages cannot be packed."""
         if spec.packed and (why := self.unpackable) is not None:
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
         return tuple(mixer.empty_state(spec) for mixer in self.model.attentions)
@@ -290,16 +291,15 @@ class CausalLM(eqx.Module):
         execution: Execution | None = None,
         interventions: Sequence[Intervention] = (),
     ) -> tuple[Float32[Array, "batch out {self.config.vocab_size}"], Cache]:
-        """Continue each row of `cache` with its next tokens; returns their logits and the cache with them in it.
+        """Continue each row of `cache` with its next tokens; returns their logits and the extended cache.
 
-        `cache` stays as it was, so any number of continuations may begin with it.
+        `cache` itself stays unchanged, so any number of continuations may start from it.
 
-        Row b brings `lengths[b]` tokens (all `seq` without `lengths`, 0 leaves the row untouched) and right padding
-        after them, whose logits mean nothing. `last=True` computes the logits after each row's last token alone
-        (`out` = 1) and not of all (`out` = seq). A row that the cache has no room for gets NaN logits, and so does one
-        whose length is not in [0, seq]. `interventions` hold for every row, at absolute positions. Raises
-        ValueError for empty `tokens`, for a batch other than the cache's, and for ids (but not those of padding) and
-        interventions as in `__call__`.
+        Row b has `lengths[b]` tokens (by default `seq`; 0 leaves the row unchanged) and then right padding, whose
+        logits are meaningless. `last=True` computes only the logits after each row's last token (`out` = 1) instead of
+        all (`out` = seq). A row that does not fit into the cache, or whose length is not in [0, seq], gets NaN logits.
+        `interventions` hold for every row, at absolute positions. Raises ValueError for empty `tokens`, for another
+        batch size than the cache's, and for invalid ids (padding is not checked) and interventions as in `__call__`.
         """
         batch, seq = tokens.shape
         if 0 in (batch, seq):

@@ -1,18 +1,18 @@
 """The engine: continuous batching over one model, in one loop.
 
 Sequences join and leave a running batch between two calls of the device (continuous batching: Orca, Yu et al., OSDI
-2022), and their memory lies in pages (vLLM, Kwon et al., SOSP 2023). One turn of the loop is `Loop.turn`:
+2022), and their caches are in pages (vLLM, Kwon et al., SOSP 2023). One turn of the loop is `Loop.turn`:
 
     make room   for the next tokens of all decoding sequences; if pages run out, the youngest is preempted
-    admit       the oldest waiting sequences, while there are slots and pages: first come, first served; each goes on
+    admit       the oldest waiting sequences, while there are slots and pages: first come, first served; each continues
                 from the longest known prefix of its prompt
     extend      puts the next chunks of prompts into the caches, up to `chunked_prefill_size` tokens; samples nothing
-    decode      samples tokens for every sequence whose prompt is in the caches but for its last token: several steps
-                in one call, one step while prompts wait
+    decode      samples tokens for every sequence whose prompt is in the caches except its last token: several steps
+                in one call, but one step while prompts are being prefilled
     read        takes the tokens of the *previous* turn, while the device works on this one
 
-Every call has a fixed shape, and a row's result depends on its own inputs alone. So the tokens and log-probabilities
-of a sequence are bit for bit the same whatever runs beside it, at any time, and after being preempted. The loop is
+Every call has a fixed shape, and a row's result depends only on its inputs. So the tokens and log-probabilities of a
+sequence are bit for bit the same whatever runs beside it, at any time, and after being preempted. The loop is
 deterministic: it reads no clock and draws no random numbers, so that several processes can run it in step.
 
 The device's side is in `engine/forward.py` (the two programs) and `engine/runner.py` (the pool and its calls), memory
@@ -52,18 +52,18 @@ from ling3.text.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["Engine", "Loop", "QueueFull", "Server"]
 
 BESIDE = 4
-"""The most steps of a decode call while other sequences wait for the host after each of their calls."""
+"""The most steps of a decode call while synchronous sequences run, which wait for the host after each call."""
 
 
 class Loop(Requests):
-    """Continuous batching: which sequences run next, in which memory, and what they got.
+    """Continuous batching: decides which sequences run next, dispatches their calls, and gives them the results.
 
     With `settings.overlap` the host reads the results of a turn while the device works on the next; without it, each
-    turn waits for its own results, with the same bits.
+    turn waits for its own results. The bits are the same.
     """
 
     def turn(self) -> Iterator[Call]:
-        """One turn. Yields each call before it reads its results, so that the caller can wait for the device."""
+        """Runs one turn. Yields each call before it reads its results, so that the caller can wait for the device."""
         self.counts["steps"] += 1
         self.refill()
         self._make_room()
@@ -71,7 +71,7 @@ class Loop(Requests):
         extended = self._extend()
         synchronous, others = self._decode()
         now, later = [], [*extended, *others]
-        if synchronous:  # the host needs these in this turn, and before them what was dispatched before them
+        if synchronous:  # read in this turn, and the calls that were dispatched before them first
             now, later = [*extended, *synchronous], others
         if not self.settings.overlap:
             now, later = [*now, *later], []
@@ -86,7 +86,7 @@ class Loop(Requests):
             while sequence.memory.slot is not None and sequence.decoding and sequence.left > 0:
                 if self.scheduler.reserve(sequence, self._goal(sequence)):
                     break
-                if self.in_flight:  # some may have finished, and a sequence is swapped out with all its tokens
+                if self.in_flight:  # some may finish, and a sequence is swapped out only once its tokens are read
                     calls, self.in_flight = self.in_flight, []
                     for call in calls:
                         self._read(call)
@@ -94,7 +94,7 @@ class Loop(Requests):
                     self._preempt(self.scheduler.youngest(self.scheduler.group_of(sequence)))
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Puts a sequence back into the queue, its states and pages kept on the host bit for bit."""
+        """Preempts a sequence: copies its states and pages to the host, bit for bit, and queues it again."""
         self.scheduler.group_of(sequence).free_behind(sequence)
         sequence.memory.saved = self.runner.swap_out(sequence) if sequence.held else None
         sequence.times.preemptions += 1
@@ -113,7 +113,7 @@ class Loop(Requests):
             self._fill(head, known)
 
     def _fill(self, sequence: TokenSequence, known: int) -> None:
-        """Fills a sequence's slot; `known` tokens of its prompt were in the caches that it went on from before."""
+        """Fills a sequence's slot; `known` is the value of `cached` before it adopted its present prefix."""
         self.runner.swap_in(sequence)
         if sequence.cached > known:
             self.scheduler.prefixes_of(sequence).settled(sequence)
@@ -124,7 +124,7 @@ class Loop(Requests):
     def _extend(self) -> list[Call]:
         """Dispatches the next chunks of prompts, the oldest sequence's first, up to a chunk of padded tokens in all.
 
-        Each group of devices has a row of a call: a chunk that is padded alike goes along with another group's.
+        A call has one row for each group of devices: chunks of several groups share it if they have the same bucket.
         """
         calls, spent = [], 0
         while heads := self._next_prompts():
@@ -137,13 +137,13 @@ class Loop(Requests):
         return calls
 
     def _next_prompts(self) -> list[TokenSequence]:
-        """The oldest sequence of each group whose prompt is not in the caches, the oldest of all first."""
+        """The oldest sequence of each group whose prompt is not yet prefilled, the oldest of all first."""
         found: dict[int, TokenSequence] = {}
         for sequence in list(self.scheduler.running):
             if sequence.decoding or sequence.memory.group in found:
                 continue
             known = sequence.cached
-            # Prompts before it may have brought more of it since it was admitted.
+            # Earlier prompts may have added a longer known prefix since it was admitted.
             if self.scheduler.prefixes_of(sequence).adopt(sequence):
                 self._fill(sequence, known)
             if not sequence.decoding:
@@ -177,16 +177,16 @@ class Loop(Requests):
         return Extended(results, sequences, rows, list(map(len, chunks)), [each.decoding for each in sequences])
 
     def _decode(self) -> tuple[list[Call], list[Call]]:
-        """Dispatches the next tokens of sequences for which the host waits in this turn, and those of the others.
+        """Dispatches decode calls; returns those of synchronous sequences, which are read in this turn, and the others.
 
-        Of the others, a sequence that gets its first token has a call of one step before the next, so that its first
-        token waits for no more.
+        If one of the others gets its first token, a call of one step goes first, so that its first token does not wait
+        for further steps.
         """
         running, calls = self.scheduler.running, []
         ready = [each for each in running if each.decoding and each.left > 0 and not (each.synchronous and each.ahead)]
         ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
         first = [each for each in ready if not (each.token_ids or each.ahead)]
-        self.counts["prompt_tokens"] += len(first)  # each prompt's last
+        self.counts["prompt_tokens"] += len(first)  # each prompt's last token
         synchronous = self._decode_in([each for each in ready if each.synchronous], self.settings.decode_steps, 2)
         others, steps = [each for each in ready if not each.synchronous], self.settings.decode_steps
         if not all(each.decoding for each in running):
@@ -199,7 +199,7 @@ class Loop(Requests):
         return synchronous, calls + self._decode_in(others, steps, 8)
 
     def _decode_in(self, sequences: Sequence[TokenSequence], steps: int, idle: int) -> list[Call]:
-        """Dispatches calls of at most `steps`, as many as leave one in `idle` of their row-steps without a token."""
+        """Dispatches calls of at most `steps` steps, of which at most 1/`idle` of the row-steps give no token."""
         calls = []
         for some in self.scheduler.alike(sequences, self.runner.shapes.rows[-1]):
             plans = [sequence.plan(steps) for sequence in some]
@@ -220,30 +220,30 @@ class Loop(Requests):
         return held + min(self.settings.decode_steps, sequence.left)
 
     def _read(self, call: Call) -> None:
-        """Takes in the results of a call, waiting for them if need be."""
+        """Reads the results of a call, waiting for them if necessary."""
         for sequence, count in zip(call.sequences, call.ahead, strict=True):
             sequence.ahead -= count
         if all(sequence.completion is not None for sequence in call.sequences):
             return
         results: Any = call.on_host()
         for i, sequence in enumerate(call.sequences):
-            if sequence.completion is not None:  # before this call, or since the last was read
+            if sequence.completion is not None:  # it ended before this call, or when an earlier one was read
                 continue
             count = len(sequence.token_ids)
             try:
                 delta = call.take(results, i)
             except Exception as error:
-                sequence.decoder = None  # it may be what raised
+                sequence.decoder = None  # it may have raised, and `fail` would flush it
                 delta = sequence.fail(f"its tokens could not be read: {error!r}")
             self.counts["output_tokens"] += len(sequence.token_ids) - count
             self.settle(sequence, delta)
 
 
 def block_table(sequences: Sequence[TokenSequence], count: int, shapes: Shapes) -> tuple[Rows, Sequence[int]]:
-    """The rows of a call that has `count` of them for each group of devices, and the row of each sequence.
+    """The rows of a call with `count` rows for each group of devices, and the row of each sequence.
 
-    Where there is a row for every slot, row i is slot i, so that no state has to be moved. Slots and pages of unused
-    rows and columns are out of range.
+    If there is a row for every slot, row i is slot i, so that no state has to be moved. Slots and pages of unused rows
+    and columns are out of range.
     """
     slots = np.full(count * shapes.groups, shapes.slots, np.int32)
     table = np.full((len(slots), shapes.columns), shapes.pages, np.int32)
@@ -268,7 +268,7 @@ def prompt_batch(where: Rows, rows: Sequence[int], chunks: Sequence[Sequence[int
 
 
 def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> Batch:
-    """The input of `decode`: how many tokens each row gets, and what is known of them."""
+    """The input of `decode`: the number of tokens that each row gets, its forced tokens and its mask."""
     words = max((len(plan.mask) for plan in plans if plan.mask is not None), default=0)
     lengths = np.zeros(len(where.table), np.int32)
     known = words or any(plan.forced for plan in plans)
@@ -285,31 +285,31 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> B
 class Engine(Front):
     """Continuous batching over one model, in this process.
 
-    Slots hold the running requests' states and pages their paged caches; `settings` says how many, and how prompts and
-    decode steps are batched. Results do not depend on other requests, bit for bit.
+    Slots hold the running requests' states, and pages their paged caches; `settings` says how many there are, and how
+    prompts and decode steps are batched. Results do not depend on other requests, bit for bit.
 
-    Methods may be called from any thread. The engine has a thread of its own, which runs all requests while a caller
-    waits for the deltas of any, and does one turn for each `step`. It calls the callbacks of `submit`, which may submit
-    and abort, but not wait for the thread that calls them (RuntimeError). KeyboardInterrupt or SystemExit raised there
-    is raised in the `step` or `abort` under way, or else in all who wait for deltas.
+    Methods may be called from any thread. The engine's thread runs all requests while a caller waits for the deltas of
+    any, and does one turn for each `step`. It also calls the callbacks of `submit`, which may submit and abort, but not
+    wait for the engine (RuntimeError). A KeyboardInterrupt or SystemExit in a callback is raised in the current `step`
+    or `abort`, or else in all callers that wait for deltas.
 
-    Ctrl-C interrupts a caller's wait at once, and the turn under way is completed, so that no request is lost.
-    A fault of the engine's own, such as a device out of memory, ends every request in `error` and is raised in everyone
-    who waits for one; the engine begins anew. Memory and thread are freed as soon as the engine is dropped, and the
-    interpreter's exit waits for the turn under way.
+    Ctrl-C interrupts a caller's wait at once; the current turn is completed, so that no request is lost. A fault of the
+    engine itself, such as a device out of memory, ends every request in `error` and is raised in all callers that wait
+    for one; then the engine starts again. Memory and thread are freed as soon as the engine is dropped, and the
+    interpreter's exit waits for the current turn.
 
-    JAX's context managers are local to a thread. The engine takes over `jax.default_device` and
-    `jax.default_matmul_precision` as they are when it is made, and no others; `jax.config.update` holds in all threads.
+    JAX's context managers act on one thread. The engine copies the values of `jax.default_device` and
+    `jax.default_matmul_precision` when it is made, and no others; `jax.config.update` acts on all threads.
 
-    `settings` may be given whole, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name changes a
-    single one; `engine.settings` is what it runs with, every None replaced by its number. `execution` is how the model
-    runs (chunk sizes, kernels), by default as suits the platform. `programs` are its two forward programs over the
-    pool, by default `extend` and `decode` of `engine/forward.py` (`ling3.afd` has others). `filters` are functions
-    f(logits, so_far) of one request's logits [vocab], applied to all requests in this order (`ling3.engine.filters`).
-    Compiled programs are kept for later processes, see `ling3.runtime.compilation_cache`.
+    `settings` may be given as one object, by name (`Engine(model, tokenizer, page_size=16)`), or both, where a name
+    replaces a single field; `engine.settings` is what it runs with, every None replaced by its value. `execution` is
+    how the model runs (chunk sizes, kernels), by default as suits the platform. `programs` are its two forward programs
+    over the pool, by default `extend` and `decode` of `engine/forward.py` (`ling3.afd` has others). `filters` are
+    functions f(logits, so_far) of one request's logits [vocab], applied to all requests in this order
+    (`ling3.engine.filters`). Compiled programs are cached for later processes, see `ling3.runtime.compilation_cache`.
 
-    Raises TypeError for settings that there are not, ValueError for senseless ones and for more slots and pages than
-    there is memory for, TokenizerError if tokenizer and model do not fit.
+    Raises TypeError for unknown settings, ValueError for invalid ones and for more slots and pages than fit into
+    memory, and TokenizerError if tokenizer and model do not fit.
     """
 
     def __init__(
@@ -350,9 +350,9 @@ class Engine(Front):
         filters: Sequence[Filter] = (),
         **changes: Any,
     ) -> "Engine":
-        """The engine over a checkpoint directory, a hub id, or `"nano"`, with its tokenizer, of the same commit.
+        """Makes an engine from a checkpoint directory, a hub id or `"nano"`, with the tokenizer of the same commit.
 
-        `dtype` and `revision` are `ling3.load`'s; the others are the constructor's.
+        `dtype` and `revision` are as in `ling3.load`; the others are the constructor's.
         """
         settings = changed(settings, changes)
         commit = hub.pin(path, revision)

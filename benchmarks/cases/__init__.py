@@ -1,4 +1,4 @@
-"""The registered cases, by group; importing this registers them all, in the order of the table."""
+"""The benchmark cases, by group; importing this package registers them all, in the order of the table."""
 
 from benchmarks.cases import (
     engine,

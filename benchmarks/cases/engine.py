@@ -1,4 +1,4 @@
-"""The engine: all requests at once against one by one and against transformers, and under a rate of arrivals."""
+"""The engine: all requests at once, against one by one and against transformers, and at several arrival rates."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ BATCH = 16
 """Rows of transformers' batches."""
 MAX_MODEL_LEN = 512
 AGREEMENT = 0.9
-"""The share of requests that must have all tokens in common with the oracle: random weights tie here and there."""
+"""The share of requests whose tokens must all equal the oracle's: with random weights, a few near-ties differ."""
 
 Tokens = list[list[int]]
 
 
 @case("engine/offline", "64 mixed requests on nano, all at once, against the ways to serve them one by one.", rounds=3)
 def offline(setting: Setting) -> Trial:
-    """Seconds for all of them. The engine's answers must not depend on company, bit for bit."""
+    """Seconds for all requests. The engine's tokens must not depend on what else it serves."""
     model = ling3.load("nano", dtype=jnp.float32)
     longest = setting.size(full=256, toy=32)
     requests = random_requests(setting.size(full=64, toy=8), model.config.vocab_size, (16, longest), (16, longest))
@@ -69,7 +69,7 @@ def one_request(setting: Setting) -> Trial:
 
 @case("engine/full-width", "48 mixed requests at full width with four layers.", wanted={ALONE: 3.0}, rounds=2)
 def full_width(setting: Setting) -> Trial:
-    """Seconds for all at once, and for one after the other, which takes decode calls of as few rows as there are."""
+    """Seconds for all requests at once, and one by one, in decode calls of the same number of rows."""
     model = _full_width(setting)
     longest = setting.size(full=64, toy=24)
     requests = random_requests(setting.size(full=48, toy=8), model.config.vocab_size, (16, longest), (16, longest))
@@ -88,7 +88,7 @@ def _full_width(setting: Setting) -> ling3.CausalLM:
 
 @case("engine/request-rate", "Latencies of requests that arrive at random, against their rate, on nano.", rounds=2)
 def request_rate(setting: Setting) -> Trial:
-    """Medians of the time to the first token and of the time per token after it, each from when the request was due."""
+    """Medians of the time from a request's due time to its first token, and of the time per token after that."""
     model = ling3.load("nano", dtype=jnp.float32)
     engine = _engine(setting, model)
     longest = setting.size(full=128, toy=16)
@@ -106,7 +106,7 @@ def request_rate(setting: Setting) -> Trial:
     sides = []
     for rate in setting.size(full=(2.0, 4.0, 8.0, 16.0), toy=(16.0, 64.0)):
         sides.append(Side("time to the first token, p50", lambda rate=rate: first_token(rate), check, x=rate))
-        # Of the run that the side above has just made.
+        # From the run that the side above has just made.
         sides.append(Side("time per token, p50", lambda rate=rate: seen[rate]["tpot_ms"]["p50"], check, x=rate))
     return Trial(sides, axis="requests per second", about=_about(requests), warm=False)
 
@@ -115,7 +115,7 @@ def request_rate(setting: Setting) -> Trial:
     "engine/transformers", "48 mixed requests on 114 million parameters, against transformers' batches of 16.", rounds=3
 )
 def transformers(setting: Setting) -> Trial:
-    """Seconds for all of them, float32; a batch runs to its longest row, and only tokens that were asked for count."""
+    """Seconds for all requests, float32. A batch runs as long as its longest row; only requested tokens count."""
     directory = checkpoint(setting.size(full=MID, toy=TOY), setting.scratch)
     peer, model = Peer(directory), ling3.load(directory, dtype=jnp.float32)
     longest = setting.size(full=128, toy=24)
@@ -137,13 +137,13 @@ def transformers(setting: Setting) -> Trial:
 
 
 def together(engine: ling3.Engine | ling3.Fleet, requests: Sequence[SampleRequest]) -> Tokens:
-    """All requests at once."""
+    """The tokens of all requests, served at once."""
     outputs = engine.generate([request.prompt for request in requests], [_params(request) for request in requests])
     return [list(output.token_ids) for output in outputs]
 
 
 def in_company(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Callable[[], str]:
-    """A check that no answer depends on company, bit for bit."""
+    """A check that each request has the same tokens alone as beside the others."""
 
     def check() -> str:
         if together(engine, requests) != singly(engine, requests):
@@ -154,12 +154,12 @@ def in_company(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Calla
 
 
 def singly(engine: ling3.Engine, requests: Sequence[SampleRequest]) -> Tokens:
-    """One request after the other."""
+    """The tokens of all requests, served one by one."""
     return [list(engine.generate([request.prompt], _params(request))[0].token_ids) for request in requests]
 
 
 def generated(model: ling3.CausalLM, requests: Sequence[SampleRequest]) -> Tokens:
-    """Without an engine."""
+    """The tokens of all requests, one by one, without an engine."""
     return [
         ling3.generate(model, [request.prompt], max_tokens=request.max_tokens, ignore_eos=True)[0]
         for request in requests
@@ -167,7 +167,7 @@ def generated(model: ling3.CausalLM, requests: Sequence[SampleRequest]) -> Token
 
 
 def agrees(mine: Tokens, other: Tokens) -> str:
-    """How many requests have all their tokens in common. Raises Wrong below AGREEMENT."""
+    """Says how many requests have equal tokens. Raises Wrong if their share is below AGREEMENT."""
     same = sum(a == b for a, b in zip(mine, other, strict=True))
     found = f"{same} of {len(mine)} requests have the oracle's tokens"
     if same < AGREEMENT * len(mine):
@@ -176,7 +176,7 @@ def agrees(mine: Tokens, other: Tokens) -> str:
 
 
 def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.Engine:
-    """With its defaults, but no prefix cache: every round has the same prompts. A toy has fewer programs to compile."""
+    """An engine without a prefix cache, since rounds repeat the prompts; toy sizes compile fewer programs."""
     fewer = {"chunked_prefill_size": 32, "token_paddings": (32,)}
     settings |= {"max_model_len": MAX_MODEL_LEN, "prefix_cache": False} | setting.size(full={}, toy=fewer)
     engine = ling3.Engine(model, **settings)
@@ -189,7 +189,7 @@ def _params(request: SampleRequest) -> ling3.SamplingParams:
 
 
 def seconds(run: Callable[[], Any]) -> Callable[[], float]:
-    """Measures seconds of `run`."""
+    """A function that measures `run` in seconds."""
     timed = milliseconds(run)
     return lambda: timed() / 1e3
 

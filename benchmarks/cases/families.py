@@ -1,7 +1,7 @@
 """Llama's and Qwen3's shapes beside vLLM's CPU build and transformers, on the same weights, float32 and bfloat16.
 
-transformers is the oracle: every greedy token of ling3 and of vLLM must be as likely there as the best. It is timed in
-prefill alone, as its decoding in bfloat16 takes minutes. Whatever ling3 does here it does as in `model` and `engine`:
+transformers is the oracle: every greedy token of ling3 and of vLLM must be nearly as likely there as the best. Only its
+prefill is timed, because its decoding in bfloat16 takes minutes. ling3 runs as in `model` and `engine`:
 `ling3.generate` for one call, an engine for many requests.
 """
 
@@ -25,9 +25,9 @@ from ling3.bench.measure import random_requests
 VLLM_NAME, TRANSFORMERS = "vLLM, LLM.generate", "transformers, model.generate"
 MODELS = {"llama-3.2-1b": LLAMA, "qwen3-0.6b": QWEN3}
 TOLERANCE = {"float32": {}, "bfloat16": {"nats": 0.3, "share": 0.9}}
-"""Of `likeliest`; in bfloat16 transformers rounds as well."""
+"""Arguments of `likeliest` by dtype; in bfloat16 transformers rounds as well."""
 REQUESTS, SHORTEST, LONGEST = 48, 16, 128
-"""Requests of an engine, and the tokens of their prompts and answers."""
+"""Requests of an engine, and the fewest and most tokens of their prompts and of their answers."""
 
 
 class Three:
@@ -45,18 +45,18 @@ class Three:
             self.vllm = error
 
     def ours(self, batch: Tokens, new: int) -> Tokens:
-        """ling3's greedy tokens."""
+        """The `new` greedy tokens of each prompt by ling3."""
         return ling3.generate(self.model, batch, max_tokens=new, ignore_eos=True)
 
     def theirs(self, batch: Tokens, new: int | list[int]) -> Tokens:
-        """vLLM's. Absent without it."""
+        """The `new` greedy tokens of each prompt by vLLM. Raises Absent without it."""
         if isinstance(self.vllm, Absent):
             raise self.vllm
         return self.vllm.generate(batch, new)
 
     @functools.cached_property
     def engine(self) -> ling3.Engine:
-        """Of as many slots as there are requests, and without a prefix cache, as vLLM's: prompts are measured again."""
+        """An engine with a slot per request and, like vLLM here, no prefix cache, since rounds repeat the prompts."""
         sizes = {"max_model_len": 512, "max_running_requests": REQUESTS, "decode_rows": REQUESTS}
         engine = ling3.Engine(self.model, **sizes, prefix_cache=False)
         engine.warmup()
@@ -68,7 +68,7 @@ def _three(setting: Setting, name: str, dtype: str) -> Three:
 
 
 def _trial(three: Three, batch: Tokens, new: int, timed: Callable[[Generate], Callable[[], float]]) -> list[Side]:
-    """ling3's side of a batch, and vLLM's."""
+    """The sides of ling3 and of vLLM for one batch."""
 
     def check(generate: Generate) -> Callable[[], str]:
         def checked() -> str:
@@ -107,7 +107,7 @@ def _engine(setting: Setting, name: str, dtype: str) -> Trial:
     given, new = [list(r.prompt) for r in requests], [r.max_tokens for r in requests]
 
     def check(answer: Callable[[], Tokens]) -> Callable[[], str]:
-        """Of the first tokens of each request; all have that many."""
+        """Checks the first SHORTEST tokens of each request; no request has fewer."""
 
         def checked() -> str:
             tokens = [row[:SHORTEST] for row in answer()]
@@ -127,7 +127,7 @@ def _engine(setting: Setting, name: str, dtype: str) -> Trial:
 
 
 def _register(name: str, dtype: str) -> None:
-    """The cases of one model in one dtype, with what is wanted of each."""
+    """Registers the cases of one model in one dtype, with the speed wanted of each."""
     faster, group = {VLLM_NAME: 1.0}, f"families/{name}-{dtype}"
     case(
         f"{group}-prefill-512",

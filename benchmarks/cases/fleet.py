@@ -1,4 +1,4 @@
-"""Many engines: the same cores, shared among replicas or all for one engine."""
+"""A fleet of engines: the same cores divided among replicas, or all for one engine."""
 
 import jax.numpy as jnp
 
@@ -11,8 +11,8 @@ from ling3.fleet import cluster
 
 @case("fleet/threads", "64 mixed requests on nano: two replicas of one thread against one engine of two.", rounds=11)
 def threads(setting: Setting) -> Trial:
-    """Seconds for all of them, against a replica with as many requests at once as each of the two, one with as many as
-    both, and an engine without Ray."""
+    """Seconds for all requests, against one replica with as many slots as each of the two, one with as many as both
+    together, and an engine without Ray."""
     try:
         ray = cluster.library()
     except ValueError:

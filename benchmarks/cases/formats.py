@@ -1,7 +1,7 @@
 """A decode step with weights in every format, full width, four layers: beside float32, and beside reading the bytes.
 
-All matrices are in the format, the head too; embedding, norms, convolutions and routers are as they were. The oracle is
-the same checkpoint with its matrices dequantized to float32: each token must be as likely there as the best.
+All matrices are in the format, the head too; embedding, norms, convolutions and routers are unchanged. The oracle is
+the same checkpoint dequantized to float32: each token must be nearly as likely there as the best.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from benchmarks.registry import Setting, Side, Trial, case
 
 WIDE, FLOOR, PEER = "ling3, float32", "reading the step's bytes", "mlx-lm, as many bits"
 PEER_PROMPT, PEER_NEW = 2, 4
-"""mlx's CPU products take one row after the other: a prompt of 16 tokens takes as long as 16 steps."""
+"""Sizes for mlx, whose CPU products process one row after another: 16 prompt tokens take as long as 16 steps."""
 
 
 def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
-    """The random checkpoint of a config with all its matrices in a format, written unless it is there."""
+    """The random checkpoint of a config with all its matrices in a format, written if it is not there yet."""
     source = checkpoint(config, scratch)
     out = source.with_name(f"{source.name}-{form}")
     if not out.exists():
@@ -35,7 +35,7 @@ def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
 
 
 def step_bytes(model: ling3.CausalLM) -> float:
-    """Bytes of weights that a decode step of one row reads: of the routed experts those that a token takes."""
+    """Bytes of weights that a decode step of one row reads: all but the embedding and the experts not chosen."""
     share = model.config.num_experts_per_tok / model.config.num_experts
     total = 0.0
     for path, array in jax.tree_util.tree_leaves_with_path(model):
@@ -46,7 +46,7 @@ def step_bytes(model: ling3.CausalLM) -> float:
 
 
 class Models:
-    """A checkpoint in a format, and the one that it was made from in float32."""
+    """A checkpoint in a format, and its source in float32."""
 
     def __init__(self, setting: Setting, form: str):
         config = setting.size(full=FOUR_LAYERS, toy=dataclasses.replace(TOY, kv_lora_rank=32))
@@ -57,7 +57,7 @@ class Models:
         self.wide = ling3.load(source, dtype=jnp.float32)
 
     def likely(self, batch: Tokens, tokens: Tokens, **allowed: float) -> str:
-        """Holds tokens to the dequantized model, which is there no longer than that takes."""
+        """Checks tokens against the dequantized model, which is loaded only for this check."""
         seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
 
         def logits() -> np.ndarray:
@@ -69,7 +69,7 @@ class Models:
         return likeliest(tokens, logits, **allowed)
 
     def peer(self, batch: Tokens) -> Side:
-        """mlx-lm, which quantizes in a way of its own: what it computes is held to the model in float32."""
+        """mlx-lm's side. It quantizes differently from ling3, so it is checked in float32."""
 
         def check() -> str:
             wide = PeerProcess(MLX, self.mlx, self.source, "32")
@@ -95,7 +95,7 @@ def _decode(setting: Setting, form: str, rows: int) -> Trial:
     def generate(model: ling3.CausalLM, batch: Tokens, new: int) -> Tokens:
         return ling3.generate(model, batch, max_tokens=new, ignore_eos=True)
 
-    # Activations of eight bits choose another expert more often, as in `model/bfloat16-*`.
+    # bfloat16 activations choose other experts more often, as in `model/bfloat16-*`.
     allowed = {"nats": 0.3, "share": 0.9} if form == "bfloat16" else {}
     sides = [
         Side(
@@ -117,41 +117,41 @@ def _decode(setting: Setting, form: str, rows: int) -> Trial:
 
 @case("formats/bfloat16-1", "A decode step of one row with weights in bfloat16.", wanted={WIDE: 1.8, FLOOR: 0.8})
 def bfloat16_1(setting: Setting) -> Trial:
-    """Half of float32's bytes, widened by a shift."""
+    """Half of float32's bytes, which are widened by a shift."""
     return _decode(setting, "bfloat16", 1)
 
 
 @case("formats/fp8-1", "The same in FP8.", wanted={WIDE: 3.0, FLOOR: 0.8})
 def fp8_1(setting: Setting) -> Trial:
-    """A quarter of the bytes, with a scale for each block."""
+    """A quarter of float32's bytes, with a scale for each block."""
     return _decode(setting, "fp8", 1)
 
 
 @case("formats/int8-1", "The same in INT8.", wanted={WIDE: 3.0, FLOOR: 0.8, PEER: 1.5})
 def int8_1(setting: Setting) -> Trial:
-    """A quarter, each number times its group's scale and rounded to bfloat16."""
+    """A quarter of the bytes; numbers are multiplied by their group's scale and rounded to bfloat16."""
     return _decode(setting, "int8", 1)
 
 
 @case("formats/int4-1", "The same in INT4.", wanted={WIDE: 4.5, FLOOR: 0.65, PEER: 1.5})
 def int4_1(setting: Setting) -> Trial:
-    """A seventh, looked up."""
+    """A seventh of the bytes; numbers are looked up in a table."""
     return _decode(setting, "int4", 1)
 
 
 @case("formats/mxfp4-1", "The same in MXFP4.", wanted={WIDE: 4.5, FLOOR: 0.65})
 def mxfp4_1(setting: Setting) -> Trial:
-    """A seventh, with powers of two as scales."""
+    """A seventh of the bytes, with powers of two as scales."""
     return _decode(setting, "mxfp4", 1)
 
 
 @case("formats/int4-8", "A decode step of 8 rows in INT4, each another prompt.", wanted={PEER: 1.5}, rounds=3)
 def int4_8(setting: Setting) -> Trial:
-    """Eight answers together: most experts have one row."""
+    """Eight answers at once: most chosen experts have one row."""
     return _decode(setting, "int4", 8)
 
 
 @case("formats/int8-8", "The same in INT8.", wanted={PEER: 1.5}, rounds=3)
 def int8_8(setting: Setting) -> Trial:
-    """Eight answers together."""
+    """Eight answers at once, with weights of eight bits."""
     return _decode(setting, "int8", 8)

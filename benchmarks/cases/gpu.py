@@ -1,7 +1,7 @@
-"""One GPU: bfloat16, against flash-linear-attention and torch, and the whole Ling-3.0-tiny on random weights.
+"""One GPU in bfloat16: operators against flash-linear-attention and torch, and Ling-3.0-tiny with random weights.
 
-Where jax has no GPU the same functions run at toy sizes on the CPU, so that they are known to run; their numbers then
-say nothing, and are kept apart.
+Where jax has no GPU the same functions run at toy sizes on the CPU, only to show that they run; these results are
+stored separately.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from benchmarks.registry import Setting, Side, Trial, case, milliseconds
 
 PUBLISHED = "SGLang, one H200, Ling-3.0-tiny in bfloat16, 8,192 tokens in and 1,024 out"
 GPU = ling3.Execution.default("gpu")
-"""How models run on a GPU; elsewhere its kernels are interpreted."""
+"""The execution for a GPU; elsewhere its kernels are interpreted."""
 CALLS = 20
-"""Calls of an operator that are sent off before the last is awaited: a GPU waits for the host otherwise."""
+"""Calls of an operator that are dispatched before the last is awaited, so that the GPU does not wait for the host."""
 NEW = 129
 """New tokens: one from the prefill and 128 decode steps."""
 
 
 @case("gpu/kda-chunk-8x2048", "KDA on 8 prompts of 2,048 tokens, against fla's chunk_kda.", wanted=1.0)
 def kda_chunk_short(setting: Setting) -> Trial:
-    """Many sequences: enough heads to fill the GPU."""
+    """Several sequences, with enough heads in all to fill the GPU."""
     sizes = setting.size(full=(8, 2048, 16, 128), toy=(2, 80, 2, 32))
     return operators.kda_chunk(setting, *sizes, calls=setting.size(full=CALLS, toy=1), execution=GPU)
 
 
 @case("gpu/kda-chunk-1x16384", "KDA on one prompt of 16,384 tokens: 16 heads are all there is in parallel.", wanted=1.0)
 def kda_chunk_long(setting: Setting) -> Trial:
-    """One long sequence."""
+    """One long sequence, whose heads alone run in parallel."""
     sizes = setting.size(full=(1, 16384, 16, 128), toy=(1, 160, 2, 32))
     return operators.kda_chunk(setting, *sizes, calls=setting.size(full=CALLS, toy=1), execution=GPU)
 
@@ -48,13 +48,13 @@ def _step(setting: Setting, batch: int) -> Trial:
 
 @case("gpu/kda-step-1", "One decode step of KDA, one row, against fla's fused_recurrent_kda.", wanted=1.0)
 def kda_step_1(setting: Setting) -> Trial:
-    """One request."""
+    """The decode of one KDA layer for one request."""
     return _step(setting, 1)
 
 
 @case("gpu/kda-step-128", "The same for 128 rows.", wanted=1.0)
 def kda_step_128(setting: Setting) -> Trial:
-    """As many as fit."""
+    """The decode of one KDA layer for 128 requests."""
     return _step(setting, setting.size(full=128, toy=4))
 
 
@@ -71,7 +71,7 @@ def mla_prefill(setting: Setting) -> Trial:
 
 @case("gpu/mla-decode-16", "One token of 16 rows over 8,192 latents each, against torch's attention.")
 def mla_decode(setting: Setting) -> Trial:
-    """Absorbed, over pages; torch's lie in a row."""
+    """ling3 reads the latents in pages, in the absorbed form; torch reads contiguous ones."""
     batch, context = setting.size(full=(16, 8192), toy=(2, 300))
     calls = setting.size(full=CALLS, toy=1)
     return operators.mla_decode(
@@ -89,18 +89,18 @@ def _experts(setting: Setting, tokens: int) -> Trial:
 
 @case("gpu/experts-16", "One MoE layer's routed experts, 16 tokens, against torch's grouped matmul.")
 def experts_16(setting: Setting) -> Trial:
-    """Sixteen rows decode."""
+    """The experts of a decode step of sixteen rows."""
     return _experts(setting, 16)
 
 
 @case("gpu/experts-8192", "The same, 8,192 tokens.")
 def experts_8192(setting: Setting) -> Trial:
-    """A long prompt."""
+    """The experts in the prefill of a long prompt."""
     return _experts(setting, setting.size(full=8192, toy=40))
 
 
 def _model(setting: Setting) -> ling3.CausalLM:
-    """Ling-3.0-tiny, 15.8 GB of weights drawn on the device."""
+    """Ling-3.0-tiny with 15.8 GB of random weights, drawn on the device."""
     config = setting.size(full=TINY, toy=TOY)
     return setting.keep("tiny, bfloat16", lambda: ling3.init(config, key=jax.random.key(0), dtype=jnp.bfloat16))
 
@@ -120,18 +120,18 @@ def _generate(setting: Setting) -> Callable[[list[list[int]], int], list[list[in
 
 
 CHECKED_ROWS, CHECKED_PROMPT, CHECKED_NEW = 16, 64, 8
-"""What is checked: rows, their tokens, and their new tokens."""
+"""Sizes of the check: rows, their prompt tokens, and their new tokens."""
 
 
 def _check(setting: Setting) -> Callable[[], str]:
-    """Prefill and decode over caches against the pass without any, in bfloat16 and in float32, once for all cases."""
+    """Checks cached prefill and decode against passes without a cache, in bfloat16 and float32, once for all cases."""
 
     def held() -> str:
         model = _model(setting)
         batch = prompts(model.config, CHECKED_ROWS, setting.size(full=CHECKED_PROMPT, toy=20))
         tokens = _generate(setting)(batch, CHECKED_NEW)
         seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
-        # Tuning the products of two passes that run once takes a GPU's compiler minutes.
+        # Autotuning takes a GPU's compiler minutes, and these two passes run only once.
         options = {"xla_gpu_autotune_level": 0}
         last = jax.jit(lambda model: model(seen)[:, -CHECKED_NEW:].astype(jnp.float32), compiler_options=options)
         return as_near_to_exact(tokens, *(np.asarray(last(each)) for each in (model, _widened(model))))
@@ -146,7 +146,7 @@ def _widened(model: ling3.CausalLM) -> ling3.CausalLM:
 
 @case("gpu/prefill-8192", "Ling-3.0-tiny: a prompt of 8,192 tokens and one new token.", limit=50.0)
 def prefill_8192(setting: Setting) -> Trial:
-    """The time to the first token."""
+    """The time to the first token of a long prompt."""
     model = _model(setting)
     batch = prompts(model.config, 1, setting.size(full=8192, toy=80))
     side = Side("ling3.generate", milliseconds(lambda: _generate(setting)(batch, 1)), _check(setting))
@@ -155,24 +155,24 @@ def prefill_8192(setting: Setting) -> Trial:
 
 @case("gpu/decode-1-at-1024", "Ling-3.0-tiny: a decode step of one row at a context of 1,024.", limit=1.2)
 def decode_1(setting: Setting) -> Trial:
-    """One request, short."""
+    """One request with a short context."""
     return _decode(setting, 1, 1024)
 
 
 @case("gpu/decode-16-at-1024", "The same for 16 rows.", limit=3.5)
 def decode_16(setting: Setting) -> Trial:
-    """Sixteen requests, short."""
+    """Sixteen requests with a short context each."""
     return _decode(setting, setting.size(full=16, toy=4), 1024)
 
 
 @case("gpu/decode-1-at-8192", "One row at a context of 8,192, as SGLang's figure.", limit=2.87)
 def decode_1_long(setting: Setting) -> Trial:
-    """One request, long."""
+    """One request with a long context."""
     return _decode(setting, 1, 8192, {f"{PUBLISHED}, 1 request: TPOT": 2.87})
 
 
 @case("gpu/decode-16-at-8192", "16 rows at a context of 8,192, as SGLang's figure.", limit=5.96)
 def decode_16_long(setting: Setting) -> Trial:
-    """Sixteen requests, long."""
+    """Sixteen requests with a long context each."""
     rows = setting.size(full=16, toy=4)
     return _decode(setting, rows, 8192, {f"{PUBLISHED}, 16 requests: TPOT": 5.96})

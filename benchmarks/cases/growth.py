@@ -1,4 +1,4 @@
-"""How cost grows: with the context, with the prompt, with the experts there are; fitted lines beside predicted ones."""
+"""How cost grows with the context, the prompt and the number of experts: fitted lines beside predicted ones."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def _model(setting: Setting) -> ling3.CausalLM:
 
 
 def _generates(model: ling3.CausalLM) -> Callable[[], str]:
-    """The check of the programs that are timed: prefill and decode over the cache, against the pass without one."""
+    """A check of the timed programs: prefill and decode over the cache, against a pass without one."""
 
     @functools.cache
     def check() -> str:
@@ -45,7 +45,7 @@ def _generates(model: ling3.CausalLM) -> Callable[[], str]:
 
 @case("growth/context", "A decode step against the context, 128 to 131,072 tokens; KDA and MLA layers apart.", rounds=3)
 def context(setting: Setting) -> Trial:
-    """KDA layers are flat, MLA layers grow with the tokens in use alone. One row, mid-size model, float32."""
+    """KDA layers take constant time, MLA layers grow only with the tokens in use. One row, mid-size model, float32."""
     model = _model(setting)
     contexts = setting.size(full=tuple(2**n for n in range(7, 18)), toy=(128, 512, 2048))
     columns = -(-(max(contexts) + STEPS) // PAGE)
@@ -73,7 +73,7 @@ def context(setting: Setting) -> Trial:
 
 @case("growth/prefill", "Microseconds per prompt token against the prompt's length.", rounds=2)
 def prefill(setting: Setting) -> Trial:
-    """Prefill is linear but for MLA: so the time per token is a line, whose slope is MLA's quadratic term."""
+    """Only MLA is quadratic in the prompt, so the time per token is a line, whose slope is MLA's quadratic term."""
     model, config = _model(setting), setting.size(full=MID, toy=TOY)
     lengths = setting.size(full=(512, 1024, 2048, 4096, 8192), toy=(128, 256, 512))
     check = _generates(model)
@@ -88,7 +88,7 @@ def prefill(setting: Setting) -> Trial:
     ]
     heads, value, latent = config.num_attention_heads, config.v_head_dim, config.kv_lora_rank
     width = config.qk_head_dim
-    # Half of a prompt lies before a token, on average; every chunk expands all latents before it again.
+    # On average half of a prompt precedes a token; every chunk expands all preceding latents again.
     attended = heads * (width + value)
     expanded = 2 * latent * heads * (config.qk_nope_head_dim + value) / PREFILL_CHUNK / 2
     mla = sum(config.attention_kind(i) == "mla" for i in range(config.num_hidden_layers))
@@ -99,7 +99,7 @@ def prefill(setting: Setting) -> Trial:
 
 @case("growth/experts", "One MoE layer against the number of experts, eight of which a token takes.", rounds=5)
 def experts(setting: Setting) -> Trial:
-    """Time follows the experts that are chosen, not those there are."""
+    """Time depends on the experts that are chosen, not on how many there are."""
     config = setting.size(full=MID, toy=TOY)
     counts = setting.size(full=(32, 64, 128, 256, 512), toy=(16, 32))
     sides = []
@@ -141,7 +141,7 @@ def _moe_side(layer: MoE, tokens: int, count: int, hidden: int) -> Side:
     always_measured=True,
 )
 def memory(setting: Setting) -> Trial:
-    """Counted on arrays that are really there, bfloat16 but for KDA's float32 states."""
+    """The sizes of allocated arrays: bfloat16, and float32 for KDA's states."""
     model = structure(TINY, jnp.bfloat16)
     tokens = (1024, 4096, 16384)
 

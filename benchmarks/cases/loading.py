@@ -1,4 +1,4 @@
-"""From a bfloat16 checkpoint on the disk to a float32 model in memory, each load in a fresh process.
+"""Loads a bfloat16 checkpoint from disk as a float32 model, each time in a fresh process.
 
 The file is in the page cache for both sides: the check before the first round has read it.
 """
@@ -22,7 +22,7 @@ ROWS = 8
 
 @case("loading/time", "Load 1.49 billion parameters, stored as bfloat16, into float32.", wanted=1 / 0.7, rounds=3)
 def load_time(setting: Setting) -> Trial:
-    """Seconds from the call to the last page touched; imports do not count."""
+    """Seconds from the call until the last page is touched; imports do not count."""
     return _trial(setting, "s", lambda found: found["seconds"])
 
 
@@ -46,7 +46,7 @@ def _trial(setting: Setting, unit: str, value: Callable[[dict[str, Any]], float]
 
 
 def _check(action: str, directory: Path) -> Callable[[], str]:
-    """That what was loaded is what the file says, by the sums of some rows."""
+    """Checks the loaded weights against the file, by the sums of some rows."""
 
     def check() -> str:
         if action == "load-transformers":
@@ -69,6 +69,6 @@ def _needs_transformers() -> None:
 
 @functools.cache
 def _sums(directory: Path) -> tuple[float, ...]:
-    """What the probes sum to, read without ling3."""
+    """The sums of the probes' rows, read without ling3."""
     with safetensors.safe_open(directory / "model.safetensors", framework="numpy") as file:
         return tuple(float(file.get_tensor(name)[:ROWS].astype(np.float64).sum()) for name in PROBES)

@@ -1,7 +1,7 @@
-"""The whole model through its public call, beside transformers' on the same weights: full width, four layers, float32.
+"""The model's public call beside that of transformers on the same weights: full width, four layers, float32.
 
-A decode step's time is (T(n new tokens) - T(1)) / (n - 1), so that the prefill is not in it. transformers is the oracle
-too: every greedy token of the call that is measured must be as likely there as the best.
+A decode step's time is (T(n new tokens) - T(1)) / (n - 1), which excludes the prefill. transformers is the oracle too:
+every greedy token of the measured call must be nearly as likely there as the best.
 """
 
 import time
@@ -21,7 +21,7 @@ PROMPT = 16
 NEW = 25
 """New tokens of a row: one from the prefill and 24 decode steps."""
 TRIES = 9
-"""How often a time that came out negative is measured."""
+"""The most attempts to measure a step's time, if it comes out negative."""
 TRIED = 256, 3
 """Prompt tokens and new tokens on which transformers' implementations are compared."""
 
@@ -39,7 +39,7 @@ class Pair:
         self.model = ling3.load(self.directory, dtype=jnp.float32)
 
     def ours(self, batch: Tokens, new: int) -> Tokens:
-        """ling3's greedy tokens."""
+        """The `new` greedy tokens of each prompt by ling3."""
         return ling3.generate(self.model, batch, max_tokens=new, ignore_eos=True)
 
 
@@ -82,10 +82,10 @@ def _decode(setting: Setting, rows: int) -> Trial:
 
 
 def per_step(generate: Generate, batch: Tokens, new: int) -> Callable[[], float]:
-    """Measures milliseconds of a decode step.
+    """A function that measures a decode step in milliseconds.
 
-    A pause of the machine in the shorter call may make the difference negative, at toy sizes: that is measured again.
-    RuntimeError if it stays so.
+    At toy sizes, a pause of the machine during the shorter call can make the difference negative: then it measures
+    again. It raises RuntimeError after TRIES such attempts.
     """
 
     def measure() -> float:
@@ -104,36 +104,36 @@ def per_step(generate: Generate, batch: Tokens, new: int) -> Callable[[], float]
 
 @case("model/prefill-512", "A prompt of 512 tokens and one new token.", wanted=2.5)
 def prefill_512(setting: Setting) -> Trial:
-    """The first token of a page of text."""
+    """The first token after a page of text."""
     return _prefill(setting, 512)
 
 
 @case("model/prefill-2048", "A prompt of 2,048 tokens and one new token.", wanted=3.5, rounds=3)
 def prefill_2048(setting: Setting) -> Trial:
-    """The first token of a long prompt."""
+    """The first token after a long prompt."""
     return _prefill(setting, 2048)
 
 
 @case("model/decode-1", "A decode step of one row.", wanted=1.6)
 def decode_1(setting: Setting) -> Trial:
-    """One answer as it is read."""
+    """The decode step of a single request."""
     return _decode(setting, 1)
 
 
 @case("model/decode-8", "A decode step of 8 rows, each another prompt.", wanted=2.3)
 def decode_8(setting: Setting) -> Trial:
-    """Eight answers together."""
+    """The decode step of eight requests."""
     return _decode(setting, 8)
 
 
 @case("model/decode-32", "A decode step of 32 rows, each another prompt.", wanted=3.0, rounds=3)
 def decode_32(setting: Setting) -> Trial:
-    """Thirty-two answers together."""
+    """The decode step of thirty-two requests."""
     return _decode(setting, 32)
 
 
 class Widths:
-    """The same bfloat16 checkpoint as it is stored, and widened to float32."""
+    """A bfloat16 checkpoint, loaded as stored and widened to float32."""
 
     def __init__(self, setting: Setting):
         self.config = setting.size(full=FOUR_LAYERS, toy=TOY)
@@ -143,10 +143,10 @@ class Widths:
 
 
 def _narrow(setting: Setting, rows: int, length: int, new: int) -> Trial:
-    """bfloat16 weights against the same values in float32, which are its oracle too.
+    """bfloat16 weights against the same values in float32, which are the oracle too.
 
-    Activations of eight bits choose another expert more often than float32's rounding does, and a logit is off by a few
-    hundredths: a token may be 0.3 nats less likely, and a tenth of them more.
+    bfloat16 activations choose other experts more often than float32's rounding does, and logits are off by a few
+    hundredths: so a token may be 0.3 nats less likely than the best, and a tenth of them even less likely.
     """
     widths = setting.keep("both widths", lambda: Widths(setting))
     batch = prompts(widths.config, rows, setting.size(full=length, toy=max(16, length // 16)))
@@ -170,22 +170,22 @@ def _narrow(setting: Setting, rows: int, length: int, new: int) -> Trial:
 
 
 NO_CLIFF = 2 / 3
-"""bfloat16 may take up to 1.5 times float32's time: it is half the bytes, but CPUs multiply float32."""
+"""bfloat16 may take up to 1.5 times float32's time: it has half the bytes, but CPUs multiply float32."""
 
 
 @case("model/bfloat16-prefill-512", "The same prompt with bfloat16 weights.", wanted=NO_CLIFF)
 def bfloat16_prefill(setting: Setting) -> Trial:
-    """Whether narrow weights fall off one of XLA's cliffs in prefill."""
+    """Whether bfloat16 weights hit a slow path of XLA in prefill."""
     return _narrow(setting, 1, 512, 1)
 
 
 @case("model/bfloat16-decode-1", "A decode step of one row with bfloat16 weights.", wanted=NO_CLIFF)
 def bfloat16_decode_1(setting: Setting) -> Trial:
-    """And in decode, where a single row has a kernel of its own."""
+    """The same in decode, where a single row has a special kernel."""
     return _narrow(setting, 1, PROMPT, NEW)
 
 
 @case("model/bfloat16-decode-8", "A decode step of 8 rows with bfloat16 weights.", wanted=NO_CLIFF)
 def bfloat16_decode_8(setting: Setting) -> Trial:
-    """And in decode of several."""
+    """The same in decode of several rows."""
     return _narrow(setting, 8, PROMPT, NEW)

@@ -1,4 +1,4 @@
-"""Operators at Ling-3.0-tiny's sizes, float32, on whatever jax runs on."""
+"""Operators at Ling-3.0-tiny's sizes, float32, on jax's default backend."""
 
 import jax.numpy as jnp
 
@@ -28,7 +28,7 @@ def kda_step_1(setting: Setting) -> Trial:
 
 @case("operators/kda-step-8", "One decode step of KDA, eight rows.")
 def kda_step_8(setting: Setting) -> Trial:
-    """The same for eight rows."""
+    """The decode of one KDA layer, for eight rows."""
     return operators.kda_one_step(setting, 8, **setting.size(full=FULL, toy=TOY))
 
 
@@ -55,7 +55,7 @@ def mla_decode_1(setting: Setting) -> Trial:
 
 @case("operators/mla-decode-8", "The same for eight rows, whose pages lie mixed.")
 def mla_decode_8(setting: Setting) -> Trial:
-    """The same for eight rows."""
+    """The decode of one MLA layer's attention, for eight rows."""
     return operators.mla_decode(setting, 8, setting.size(full=4096, toy=300), dtype=jnp.float32, **_latent(setting))
 
 
@@ -69,25 +69,25 @@ def _experts(setting: Setting, tokens: int) -> Trial:
 
 @case("operators/experts-1", "One MoE layer's routed experts, one token.")
 def experts_1(setting: Setting) -> Trial:
-    """One row decodes."""
+    """The experts of a decode step of one row."""
     return _experts(setting, 1)
 
 
 @case("operators/experts-8", "The same, 8 tokens.")
 def experts_8(setting: Setting) -> Trial:
-    """Eight rows decode."""
+    """The experts of a decode step of eight rows."""
     return _experts(setting, 8)
 
 
 @case("operators/experts-32", "The same, 32 tokens.")
 def experts_32(setting: Setting) -> Trial:
-    """Thirty-two rows decode."""
+    """The experts of a decode step of thirty-two rows."""
     return _experts(setting, 32)
 
 
 @case("operators/experts-512", "The same, 512 tokens.", rounds=3)
 def experts_512(setting: Setting) -> Trial:
-    """A prefill chunk."""
+    """The experts of a prefill chunk."""
     return _experts(setting, setting.size(full=512, toy=40))
 
 

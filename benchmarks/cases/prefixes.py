@@ -1,7 +1,7 @@
-"""The prefix cache: what it saves where prompts begin alike, what it finds of what it could, and what it costs where
-nothing is shared.
+"""The prefix cache: what it saves if prompts begin alike, how its hits compare with an ideal cache's, and what it costs
+if nothing is shared.
 
-Tokens are random, as the cache looks at nothing else, and engines have their defaults unless a case says otherwise:
+Tokens are random, since the cache only compares them, and engines have their defaults unless a case says otherwise:
 prefixes end at multiples of 512 tokens. An engine without the cache is the oracle of every answer.
 """
 
@@ -27,15 +27,15 @@ from ling3.evals.run import PROTOCOL
 from ling3.text.detokenizer import StopStrings
 
 ROOM = 4096
-"""The context of nano here, with its own weights: it was trained on 2,048 tokens."""
+"""The context given to nano here, with its trained weights; its config has 2,048 tokens."""
 INSTRUCTION = 1242
-"""Tokens that all prompts begin with: of nano's prompts with twenty worked examples."""
+"""Tokens that all prompts begin with: as many as twenty worked examples have in nano's prompts."""
 ANSWER = 32
-"""Tokens of a chat's answers."""
+"""Tokens of each answer in a chat."""
 UNLIMITED = 1024
-"""Snapshots: more than there are prefixes in any workload."""
+"""A number of snapshots that is larger than the number of prefixes in any workload."""
 VOCABULARY = 2**16
-"""Token ids of the workloads without a model."""
+"""The vocabulary size of workloads without a model."""
 
 Tokens = list[int]
 
@@ -51,7 +51,7 @@ def _four_layers(setting: Setting) -> ling3.CausalLM:
 
 
 def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.Engine:
-    """Compiled; a toy has steps of 32 tokens, and fewer programs to compile."""
+    """A warmed-up engine; at toy size it has steps of 32 tokens, and fewer programs to compile."""
     small = {"page_size": 16, "chunked_prefill_size": 32, "token_paddings": (32,)}
     engine = ling3.Engine(model, **{"max_model_len": ROOM} | settings | setting.size(full={}, toy=small))
     engine.warmup()
@@ -62,7 +62,7 @@ def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.E
 
 
 def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
-    """Milliseconds to the first token of another prompt in each round, on a warm engine: known, then cold."""
+    """Milliseconds to the first token of a new prompt in each round: with its prefix cached, then without."""
     known, rest = setting.size(full=(2048, 64), toy=(64, 16))
     engine, draw, prompt = _engine(setting, model), np.random.default_rng(0), []
 
@@ -77,7 +77,7 @@ def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
         return output.token_ids, output.logprobs
 
     def meet() -> None:
-        """Draws a prompt, and serves another one that begins alike."""
+        """Draws a prompt, and serves another one with the same prefix, so that it is cached."""
         prompt[:] = drawn(known + rest)
         engine.generate([prompt[:known] + drawn(rest)], ling3.SamplingParams(max_tokens=1))
 
@@ -111,7 +111,7 @@ def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
     rounds=9,
 )
 def first_token_nano(setting: Setting) -> Trial:
-    """A small model: what a call costs beside its tokens counts."""
+    """A small model, for which the fixed cost of a call matters."""
     return _first_token(setting, _nano())
 
 
@@ -121,7 +121,7 @@ def first_token_nano(setting: Setting) -> Trial:
     wanted=1 / 0.12,
 )
 def first_token_four_layers(setting: Setting) -> Trial:
-    """A large one: its tokens count."""
+    """A large model, for which the tokens matter most."""
     return _first_token(setting, _four_layers(setting))
 
 
@@ -130,7 +130,7 @@ def first_token_four_layers(setting: Setting) -> Trial:
 
 @dataclasses.dataclass
 class _Both:
-    """The same work on an engine with the cache and on one without, in turns of alternating order."""
+    """The same work on an engine with the cache and on one without, in alternating order."""
 
     known: Callable[[], float]
     cold: Callable[[], float]
@@ -139,7 +139,7 @@ class _Both:
     seen: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def first(self) -> float:
-        """Measures both."""
+        """Measures both, and returns the time with the cache."""
         self.renew()
         self.turn += 1
         for name in ("known", "cold")[:: 1 if self.turn % 2 else -1]:
@@ -147,14 +147,14 @@ class _Both:
         return self.seen["known"]
 
     def second(self) -> float:
-        """What the first has found for the other."""
+        """The time without the cache that `first` has measured."""
         return self.seen["cold"]
 
 
 def _with_and_without(
     engine: ling3.Engine, model: ling3.CausalLM, draw: Callable[[int], list[SampleRequest]], forget: bool
 ) -> Trial:
-    """Seconds for all requests, which `draw` gives anew for each round's number."""
+    """Seconds for all requests; `draw` makes new ones for each round, from its number."""
     without = ling3.Engine(model, None, engine.settings, prefix_cache=False)
     requests, rounds = draw(0), iter(range(1, 10**6))
 
@@ -183,11 +183,11 @@ def _with_and_without(
 
 
 STEPS_OF_128 = {"page_size": 128, "chunked_prefill_size": 128, "token_paddings": (16, 32, 64, 96, 128)}
-"""Settings with which prefixes end at more places, and what is left of a prompt is padded to less."""
+"""Settings with which prefixes may end at more places, and the rest of a prompt is padded less."""
 
 
 def _few_shot(setting: Setting, model: ling3.CausalLM, questions: int, **changes: Any) -> Trial:
-    """Questions of 40 to 120 tokens after the same 1,242, answers of 16 to 48 tokens, with an evaluation's settings.
+    """Questions of 40 to 120 tokens after the same 1,242, with answers of 16 to 48 and an evaluation's settings.
 
     Each round begins with an empty cache.
     """
@@ -206,7 +206,7 @@ def _few_shot(setting: Setting, model: ling3.CausalLM, questions: int, **changes
     rounds=5,
 )
 def few_shot(setting: Setting) -> Trial:
-    """With the settings of `ling3 eval`: of the 1,242 tokens 1,024 are whole steps."""
+    """With the settings of `ling3 eval`: 1,024 of the 1,242 tokens are complete steps, which can be cached."""
     return _few_shot(setting, _nano(), 64)
 
 
@@ -217,7 +217,7 @@ def few_shot(setting: Setting) -> Trial:
     rounds=5,
 )
 def few_shot_128(setting: Setting) -> Trial:
-    """Of the 1,242 tokens 1,152 are whole steps."""
+    """1,152 of the 1,242 tokens are complete steps, which can be cached."""
     return _few_shot(setting, _nano(), 64, **STEPS_OF_128)
 
 
@@ -228,7 +228,7 @@ def few_shot_128(setting: Setting) -> Trial:
     rounds=1,
 )
 def few_shot_four_layers(setting: Setting) -> Trial:
-    """Where tokens count more than calls."""
+    """A large model, for which tokens cost more than calls."""
     return _few_shot(setting, _four_layers(setting), 32, **STEPS_OF_128)
 
 
@@ -239,7 +239,7 @@ def few_shot_four_layers(setting: Setting) -> Trial:
     rounds=9,
 )
 def nothing_shared(setting: Setting) -> Trial:
-    """Other prompts in each round, so that the cache fills up and is evicted."""
+    """Each round has new prompts, so that the cache fills up and evicts."""
     model = _nano()
     count, lengths = setting.size(full=(64, ((100, 1500), (16, 64))), toy=(6, ((10, 100), (2, 4))))
     return _with_and_without(
@@ -254,13 +254,13 @@ def nothing_shared(setting: Setting) -> Trial:
 
 
 Waves = Iterator[list[Tokens]]
-"""Prompts that are sent at once, and after all their answers the next ones."""
+"""Prompts that are sent at once, and after all their answers the next ones, and so on."""
 Answers = list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a workload: `length` tokens of what differs, and how often."""
+    """The sizes of a workload; `length` is the number of tokens in each part that differs."""
 
     instruction: int
     length: int
@@ -271,11 +271,11 @@ class Sizes:
 
 
 Workload = Callable[[np.random.Generator, int, Sizes, Answers], Waves]
-"""Draws its prompts from a vocabulary; the answers to a wave are there when the next one is asked for."""
+"""Draws prompts from a vocabulary of the given size; `answers` has those to the last wave when the next is drawn."""
 
 
 def shared_prefix(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) -> Waves:
-    """One instruction, and another suffix in each prompt."""
+    """One instruction, followed by another suffix in each prompt."""
     instruction = draw.integers(0, vocab, sizes.instruction).tolist()
     yield [instruction + draw.integers(0, vocab, sizes.length).tolist() for _ in range(sizes.requests)]
 
@@ -300,13 +300,13 @@ def tree(draw: np.random.Generator, vocab: int, sizes: Sizes, answers: Answers) 
 
 
 class Ideal:
-    """The most that could be found: of each prompt the longest prefix, in whole steps, that an earlier one had."""
+    """An ideal cache: it finds the longest prefix, in complete steps, that an earlier prompt had."""
 
     def __init__(self, step: int):
         self.step, self._known = step, set[bytes]()
 
     def of(self, prompt: Tokens) -> int:
-        """Its tokens that are known, without the last one, which gives the first new token; then all are."""
+        """How many tokens of `prompt` are cached, never the last, whose logits are needed; then all of it is cached."""
         prefixes = [np.asarray(prompt[:end]).tobytes() for end in range(self.step, len(prompt) + 1, self.step)]
         usable = prefixes[: (len(prompt) - 1) // self.step]
         found = next((i for i, prefix in enumerate(usable) if prefix not in self._known), len(usable))
@@ -315,7 +315,7 @@ class Ideal:
 
 
 def _found(scheduler: Scheduler, step: int, prompt: Tokens) -> int:
-    """Serves a prompt as an engine does, but for the model; returns how many of its tokens were known."""
+    """Serves a prompt as an engine does, but without a model; returns how many of its tokens were cached."""
     request = Request(0, None, prompt, ling3.SamplingParams())
     sequence = TokenSequence(request, 0, 0, 0, (), None, StopStrings(()), prefill_end=len(prompt) - 1)
     scheduler.enqueue(sequence)
@@ -332,10 +332,10 @@ def _found(scheduler: Scheduler, step: int, prompt: Tokens) -> int:
 
 
 def hits(snapshots: int, workload: Workload, sizes: Sizes, page_size: int, step: int) -> tuple[int, int, int]:
-    """Tokens of a workload's prompts that were found, that could have been, and all; with so many snapshots at most.
+    """Prompt tokens of a workload that were found with at most `snapshots` snapshots, that could have been, and in all.
 
-    Needs no model: which prefixes are kept depends on the tokens alone, and answers are random. Prompts come one after
-    the other, and pages are not scarce.
+    Needs no model: the prefixes that are kept depend only on the tokens, and answers are random. Prompts come one after
+    another, and pages are not scarce.
     """
     columns = 2**14  # as many as there are pages
     shapes = Shapes(1, columns, page_size, columns, buckets=(), rows=(), grid=Grid(step, 1, snapshots))
@@ -351,12 +351,12 @@ def hits(snapshots: int, workload: Workload, sizes: Sizes, page_size: int, step:
 
 
 def full_sizes(length: int) -> Sizes:
-    """The workloads' sizes but at toy size, with so many tokens of what differs."""
+    """The sizes of a workload at full scale, with `length` tokens in each part that differs."""
     return Sizes(INSTRUCTION, length, requests=12, turns=4, children=3, answer=ANSWER)
 
 
 def _hit_rates(setting: Setting, workload: Workload) -> Trial:
-    """The share of the ideal that was found, in percent, against the number of snapshots that there is room for."""
+    """Hits in percent of the ideal cache's, against the number of snapshots that there is room for."""
     page_size, step = setting.size(full=(128, 512), toy=(16, 32))
     lengths = setting.size(full=(40, 376, 2000), toy=(8, 40))
     budgets = setting.size(full=(2, 4, 8, 16, 32, UNLIMITED), toy=(2, UNLIMITED))

@@ -1,4 +1,4 @@
-"""The server: an engine's streams over HTTP against streams of the same engine in its client's process."""
+"""The server: streams over HTTP, against streams of the same engine in the client's process."""
 
 import contextlib
 import dataclasses
@@ -23,16 +23,16 @@ from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 
 STREAMS = (1, 16, 64)
 ENGINE = ("--dtype", "float32", "--max-model-len", 512, "--no-prefix-cache")
-"""Rounds repeat the prompts."""
+"""Options of the engine; it has no prefix cache, because rounds repeat the prompts."""
 CHECKED = 8
-"""Answers that are held to the engine's."""
+"""The number of answers that are compared with the engine's."""
 
 Model = Literal["nano", "114m"]
 Quantity = Literal["requests", "tokens"]
 
 
 def _race(setting: Setting, model: Model, streams: int, quantity: Quantity) -> Trial:
-    """A side is `ling3 bench`, over HTTP at `ling3 serve` and with an engine of its own: 128 tokens in, 64 out."""
+    """Each side runs `ling3 bench`, against `ling3 serve` or with an engine in process: 128 tokens in, 64 out."""
     if importlib.util.find_spec("uvicorn") is None:
         raise Absent("uvicorn (pip install 'ling3[serve]')")
     path = "nano" if model == "nano" else _directory(setting.size(full=MID, toy=TOY), setting)
@@ -41,9 +41,9 @@ def _race(setting: Setting, model: Model, streams: int, quantity: Quantity) -> T
     url = stack.enter_context(
         serving.served(*serving.ling3("serve", path, *ENGINE, *slots, "--served-model-name", "m"))
     )
-    # Texts of several decode calls at any size: the tokens of one call arrive together, in no time.
+    # At any size, outputs take several decode calls, because the tokens of one call arrive together.
     lengths = setting.size(full=(128, 64), toy=(8, 64))
-    # Three rounds of streams at least: at the end some have nothing left to do.
+    # Several requests for each stream, because at the end some streams have nothing left to do.
     workload = ("--num-prompts", setting.size(full=max(16, 4 * streams), toy=2), "--concurrency", streams)
     workload = (*workload, "--input-len", lengths[0], "--output-len", lengths[1])
     shares: list[float] = []
@@ -70,7 +70,7 @@ def _race(setting: Setting, model: Model, streams: int, quantity: Quantity) -> T
 
 
 def _same_answers(path: str, url: str, lengths: tuple[int, int]) -> str:
-    """Raises Wrong unless answers over HTTP are the engine's, all of them under way at once."""
+    """Checks that concurrent answers over HTTP equal the engine's. Raises Wrong if one differs."""
     model, tokenizer = ling3.load(path, dtype=jnp.float32), ling3.load_tokenizer(path)
     engine = ling3.Engine(model, tokenizer, max_model_len=512, max_running_requests=CHECKED)
     requests = random_requests(CHECKED, model.config.vocab_size, (lengths[0], lengths[0]), (lengths[1], lengths[1]))
@@ -85,7 +85,7 @@ def _same_answers(path: str, url: str, lengths: tuple[int, int]) -> str:
 
 
 def _directory(config: Any, setting: Setting) -> str:
-    """Random weights, and a tokenizer in which nearly every id has a text."""
+    """A checkpoint with random weights, and a tokenizer in which nearly every id has a text."""
     directory = checkpoint(config, setting.scratch)
     if not (directory / "tokenizer.json").exists():
         letters = np.random.default_rng(0).integers(97, 123, (20000, 6), np.uint8)
@@ -110,9 +110,9 @@ SMALL_LLAMA = dataclasses.replace(
 
 
 def _peers(setting: Setting, streams: int) -> Trial:
-    """Milliseconds a token of the same texts, greedily continued, by a server of either kind on the same weights.
+    """Milliseconds per token for greedy continuations of the same texts, by each server on the same weights.
 
-    `transformers serve` takes no ids and no `ignore_eos`: both end where the model does.
+    `transformers serve` takes no token ids and no `ignore_eos`, so all servers stop at end-of-sequence tokens.
     """
     for module in ("transformers", "fastapi", "uvicorn"):
         if importlib.util.find_spec(module) is None:

@@ -1,4 +1,4 @@
-"""What comes before the first token: importing, compiling, and the command line from nothing to its first word."""
+"""The time before the first token: import, compilation, and the command line from its start to the first word."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ANSWER = 7
 
 @case("start/import", "import ling3, in a fresh process.", limit=1.0, always_measured=True)
 def import_ling3(setting: Setting) -> Trial:
-    """Seconds for the import and that of its public names; the interpreter's own start is not in it."""
+    """Seconds to import ling3 and its public names, without the start of the interpreter."""
     return Trial([Side("import ling3", lambda: ask("import", "ling3")["seconds"], lambda: "imports")], unit="s")
 
 
@@ -31,7 +31,7 @@ def import_ling3(setting: Setting) -> Trial:
     always_measured=True,
 )
 def generate_empty(setting: Setting) -> Trial:
-    """From the process's start to the first byte on stdout; everything has to be compiled."""
+    """Seconds from the process's start to the first byte on stdout; all programs are compiled."""
 
     def fresh() -> tuple[float, str]:
         with tempfile.TemporaryDirectory() as cache:
@@ -48,7 +48,7 @@ def generate_empty(setting: Setting) -> Trial:
     always_measured=True,
 )
 def generate_warm(setting: Setting) -> Trial:
-    """What a user sees from the second time on."""
+    """The same as a user sees it from the second run on."""
     cache = (setting.scratch / "warm-cache").absolute()
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir(parents=True, mode=0o700)
@@ -57,7 +57,7 @@ def generate_warm(setting: Setting) -> Trial:
 
 
 def first_word(cache: Path, *arguments: str) -> tuple[float, str]:
-    """Seconds from starting `ling3 generate` to the first byte it says, and all that it says; nano answers QUESTION."""
+    """Seconds from starting `ling3 generate` to its first byte, and its output; by default nano answers QUESTION."""
     arguments = arguments or ("nano", "--chat", "-p", QUESTION)
     command = [sys.executable, "-m", "ling3.cli", "generate", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
@@ -81,13 +81,13 @@ def _answered(said: str) -> str:
 
 @case("start/compile-decode", "Trace and compile a decode step of the whole Ling-3.0-tiny.", limit=40.0, rounds=1)
 def compile_decode(setting: Setting) -> Trial:
-    """24 layers from shapes alone, in a fresh process without a cache."""
+    """Compiles 24 layers from shapes alone, in a fresh process without a compilation cache."""
     return _compiled(setting, "decode")
 
 
 @case("start/compile-prefill", "Trace and compile a prefill step of 2,048 tokens of it.", limit=60.0, rounds=1)
 def compile_prefill(setting: Setting) -> Trial:
-    """The same for a prompt's chunk."""
+    """The same for a chunk of a prompt."""
     return _compiled(setting, "prefill")
 
 
@@ -99,7 +99,7 @@ def _compiled(setting: Setting, program: str) -> Trial:
         return about["seconds"]
 
     def check() -> str:
-        """The first measurement is checked, and is the one that counts where one round is asked for."""
+        """Makes and checks the first measurement, which also counts as that of the first round."""
         measure()
         temporary, arguments = about["temporary_bytes"], about["argument_bytes"]
         if setting.scale == "full" and temporary > arguments / 4:

@@ -1,4 +1,4 @@
-"""The whole Ling-3.0-tiny in INT4, in the published layout with random weights: from the file to the first word."""
+"""All of Ling-3.0-tiny in INT4, in the published layout with random weights: from loading to the first word."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ from benchmarks.registry import Setting, Side, Trial, Wrong, case, milliseconds
 
 READING = "reading the file"
 FASTEST_PREFILL = 60
-"""Tokens per second that are wanted."""
+"""The wanted prefill rate, in tokens per second; slower misses the goal."""
 
 
 def _directory(setting: Setting) -> Path:
-    # Rows of a multiple of 32 numbers, and as many ids as nano's tokenizer has at least.
+    # INT4 needs rows of a multiple of 32 numbers, and nano's tokenizer at least as many ids as it has.
     toy = dataclasses.replace(TOY, vocab_size=1280, kv_lora_rank=32, quantization_config=INT4_TINY.quantization_config)
     return checkpoint(setting.size(full=INT4_TINY, toy=toy), setting.scratch)
 
 
 @case("whole/int4-load", "Load it.", wanted={READING: 1 / 1.15}, rounds=3)
 def load(setting: Setting) -> Trial:
-    """Seconds from the call to the last page touched, in fresh processes; the file is in the page cache for both."""
+    """Seconds from the call until the last page is touched, in fresh processes; the file is in the page cache."""
     directory = _directory(setting)
     sides = [
         Side("ling3.load", lambda: ask("load-stored", directory)["seconds"], lambda: _same_sums(directory)),
@@ -58,7 +58,7 @@ def _stored(directory: Path) -> int:
 
 
 def _same_sums(directory: Path) -> str:
-    """Some tensors are the file's, as another library reads it."""
+    """Checks the sums of some tensors against the file, as another library reads it."""
     found = ask("load-stored", directory)["sums"]
     with safetensors.safe_open(directory / "model.safetensors", framework="numpy") as file:
         expected = {name: float(file.get_tensor(name).astype(np.float64).sum()) for name in found}
@@ -72,14 +72,14 @@ def _model(setting: Setting) -> ling3.CausalLM:
 
 
 def _likely(model: ling3.CausalLM, batch: Tokens, tokens: Tokens) -> str:
-    """By a pass without a cache; there is no room for the dequantized model, to which `formats/*` hold four layers."""
+    """Checks tokens by a pass without a cache; memory has no room for the dequantized model, used in `formats/*`."""
     seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
     return likeliest(tokens, lambda: np.asarray(model(seen)[:, -len(tokens[0]) :]))
 
 
 @case("whole/int4-decode-1", "A decode step of one row.", wanted={FLOOR: 0.6})
 def decode(setting: Setting) -> Trial:
-    """Beside reading the bytes of a step at the bandwidth that is measured on the spot."""
+    """Beside reading the bytes of a step, at the bandwidth that is measured in each round."""
     model = _model(setting)
     batch, read = prompts(model.config, 1, PROMPT), step_bytes(model)
     generate = functools.partial(_generate, model)
@@ -92,7 +92,7 @@ def decode(setting: Setting) -> Trial:
 
 @case("whole/int4-prefill-512", "A prompt of 512 tokens.", limit=1e3 * 512 / FASTEST_PREFILL, rounds=3)
 def prefill(setting: Setting) -> Trial:
-    """To the first new token."""
+    """Milliseconds from the prompt to the first new token."""
     model = _model(setting)
     batch = prompts(model.config, 1, setting.size(full=512, toy=32))
     generate = functools.partial(_generate, model)
@@ -124,7 +124,7 @@ def word(setting: Setting) -> Trial:
 
 
 def _name_tokens(directory: Path) -> None:
-    """Puts nano's tokenizer there, with a name for every other id that the model has."""
+    """Writes nano's tokenizer to `directory`, with a name for every other id that the model has."""
     nano = Path(ling3.__file__).parent / "checkpoints" / "nano"
     tokenizer = json.loads((nano / "tokenizer.json").read_text(encoding="utf-8"))
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Attention-FFN disaggregation: attention and experts on workers of their own, which exchange tokens by windows.
+"""Attention-FFN disaggregation: attention and experts run on separate workers, which exchange tokens through windows.
 
-An attention worker (a *session*) writes its tokens into windows of the FFN workers (*cards*); a card sorts them by
-expert, computes, and writes every row back; the session weights and sums. The operators are those of CANN, Huawei's
-library for its accelerators, as pure functions over arrays.
+An attention worker (a *session*) writes its tokens into windows of the FFN workers (*cards*). A card sorts them by
+expert, runs the experts and writes each row back; the session computes the weighted sums. The operators are those of
+CANN, Huawei's library for its accelerators, as pure functions over arrays.
 """
 
 from ling3.afd.messages import WorkerError

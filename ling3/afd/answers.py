@@ -1,4 +1,4 @@
-"""Prompts over the engines of several attention workers, and their new tokens back in order."""
+"""Generating over the engines of several attention workers: prompts are distributed, and tokens returned in order."""
 
 import dataclasses
 import threading
@@ -18,10 +18,10 @@ def answers(
     params: SamplingParams | None = None,
     **fields: Any,
 ) -> list[list[int]]:
-    """The new token ids of each prompt, by `ling3.generate`'s `params` and fields; prompt i goes to engine i mod count.
+    """The new token ids of each prompt, by `ling3.generate`'s parameters; prompt i runs on engine i mod count.
 
-    Raises ParameterError before any work; WorkerError if a worker fails, with the name of the engine if it is that
-    one's. Requests of other engines are completed first.
+    Raises ParameterError before any work; WorkerError, naming the worker, if one fails; and FloatingPointError if a
+    request ends in an error, as when its logits are not finite. Other engines' requests are completed first.
     """
     count, each = len(engines), list(engines.values())
     common = of_generate(params, fields)
@@ -54,7 +54,7 @@ def answers(
 def _run(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stopping: threading.Event
 ) -> list[list[int]]:
-    """The new tokens of one engine's prompts, in a thread of the caller's."""
+    """The new tokens of one engine's prompts; ends with InterruptedError once `stopping` is set."""
 
     def heed(delta: Delta) -> None:
         if stopping.is_set():

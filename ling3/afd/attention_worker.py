@@ -1,12 +1,12 @@
-"""An attention worker: the forward passes of an engine whose experts are elsewhere.
+"""An attention worker: the forward passes of an engine whose routed experts are on FFN workers.
 
 Up to `plan.micro_batches` micro-batches are in flight: while the FFN workers run the experts of one, this worker runs
 attention on the next.
 
-    for each layer, for each micro-batch:   combine the results of the layer before;  attend;  route and send
+    for each layer, for each micro-batch:   combine the results of the previous layer;  attend;  route and send
 
-The rows of a decode call are cut into micro-batches of equal size, a prompt's chunk into some of `plan.tokens` tokens.
-A micro-batch's bits depend on its own rows alone, so answers do not depend on other requests.
+A decode call's rows are split into micro-batches of equal size, a prompt's chunk into ones of `plan.tokens` tokens.
+The bits of a micro-batch depend on its rows only, so answers do not depend on other requests.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from ling3.text.tokenizer import Tokenizer
 
 
 class MicroBatch(NamedTuple):
-    """Some rows of a pass: the tokens of each, and the slot of the first."""
+    """Some rows of a pass: their new tokens, positions and block table, and the slot of the first row."""
 
     tokens: Int[Array, "rows seq"]
     start: Int32[Array, " rows"]
@@ -57,7 +57,7 @@ class MicroBatch(NamedTuple):
 
 
 class Away(NamedTuple):
-    """The part of a micro-batch that stays while its tokens are with the experts."""
+    """The data of a micro-batch that stays on this worker while its tokens are at the experts."""
 
     residual: Float[Array, "rows seq hidden"] | Streams
     shared: Float[Array, "rows seq hidden"] | None
@@ -65,9 +65,9 @@ class Away(NamedTuple):
 
 
 class AttentionWorker:
-    """One session, whose forward passes an engine runs.
+    """One session: it runs the forward passes of an engine.
 
-    `send[w]` sends FFN worker w a message. Results are put into `inbox`, and a `Failed` if a worker is gone.
+    `send[w]` sends a message to FFN worker w. Results arrive in `inbox`, and a `Failed` if a worker is gone.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class AttentionWorker:
         layers = model.model.layers
         self._head = dataclasses.replace(model, model=dataclasses.replace(model.model, layers=()))
         ranks, memories = np.cumsum([isinstance(layer.mlp, MoE) for layer in layers]), 0
-        self._steps: list[tuple[DecoderLayer, int, int]] = []  # each layer, its memory's number, its sparse number
+        self._steps: list[tuple[DecoderLayer, int, int]] = []  # layer, index of its state, index among sparse ones
         for layer, rank in zip(layers, ranks.tolist(), strict=True):
             self._steps.append((layer, memories, rank - 1))
             memories += layer.attention is not None
         self._window = committed(plan.attention_area(), model)
-        self._next = 0  # the number of the micro-batch to send next: they take turns
-        self._in_flight = 0  # micro-batches sent and not combined
-        # Experts for the padding of a batch without a row: all FFN workers have some of them.
+        self._next = 0  # the micro-batch to send next, in turn
+        self._in_flight = 0  # micro-batches sent and not yet combined
+        # Experts for the padding of an empty batch: spread evenly, so that all FFN workers get tokens.
         spread = np.arange(plan.tokens * plan.top_k) * plan.experts // (plan.tokens * plan.top_k)
         self._everywhere = committed(jnp.asarray(spread.reshape(plan.tokens, plan.top_k), jnp.int32), model)
 
     def engine(self, tokenizer: Tokenizer | None, settings: EngineSettings, execution: Execution) -> Engine:
-        """An engine that runs `extend` and `decode`, which take no optional part of a batch, instead of its own.
+        """An engine whose `extend` and `decode` are this worker's, which take no optional parts of a batch.
 
-        A decode call has a row for each request, and equally many in each micro-batch.
+        A decode call has a row for each request that may run, in micro-batches of equal size.
         """
         requests = -(-settings.max_running_requests // self.plan.micro_batches) * self.plan.micro_batches
         changes = {"max_running_requests": requests, "decode_rows": requests, "batch_invariant": True}
@@ -102,7 +102,7 @@ class AttentionWorker:
         return Engine(self.model, tokenizer, settings, execution=execution, programs=programs, **changes)
 
     def extend(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
-        """`engine.forward.extend` in pieces, for a batch of one row; the model is the one of this worker."""
+        """`engine.forward.extend` in micro-batches, for a batch of one row; `model` is this worker's."""
         small, layers = _split(committed(pool, model))
         length, size = int(batch.lengths[0]), self.plan.tokens
         count = max(1, -(-length // size))
@@ -119,7 +119,7 @@ class AttentionWorker:
         return extension, dataclasses.replace(small, layers=tuple(layers))
 
     def decode(self, model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
-        """`engine.forward.decode` in pieces; the model is the one of this worker."""
+        """`engine.forward.decode` in micro-batches; `model` is this worker's."""
         small, layers = _split(committed(pool, model))
         count = batch.lengths.shape[0]
         size = count // self.plan.micro_batches
@@ -128,7 +128,7 @@ class AttentionWorker:
         for i in range(DECODE_STEPS):
             step = np.int32(i)
             pieces, unfinished = begin_decode(batch, step, small, size)
-            if not bool(unfinished) and (i or not empty):  # a batch without a row, of a warm-up, runs one step
+            if not bool(unfinished) and (i or not empty):  # an empty batch, of a warm-up, runs one step
                 break
             hidden = tuple(self._through(pieces, layers, execution, empty))
             out, small = end_decode(self._head, hidden, batch, step, out, small, execution)
@@ -142,17 +142,17 @@ class AttentionWorker:
     def _through(
         self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
     ) -> Iterator[Float[Array, "rows seq *streams hidden"]]:
-        """The residual of each piece after the last layer; updates `layers`, the memories, in place.
+        """The residual of each piece after the last layer; updates the layers' states in the list `layers`.
 
         The pieces of an `empty` batch, which a warm-up runs, send their padding to experts: so the FFN workers compile
-        their programs too, and the warm-up waits for their answers. No memory depends on padding.
+        their programs too, and the warm-up waits for their answers. No state depends on padding.
         """
         try:
             for begin in range(0, len(pieces), self.plan.micro_batches):
                 some = pieces[begin : begin + self.plan.micro_batches]
                 yield from self._together(some, layers, execution, empty)
         except BaseException:
-            # What is in flight is of an epoch that has ended: results are dropped here, and tokens by the FFN workers.
+            # A new epoch: messages in flight are dropped, results by this worker and tokens by the FFN workers.
             self._window, self._next, self._in_flight = committed(self.plan.attention_area(), self.model), 0, 0
             self._epoch += 1
             raise
@@ -160,7 +160,7 @@ class AttentionWorker:
     def _together(
         self, pieces: Sequence[MicroBatch], layers: list[State], execution: Execution, empty: bool
     ) -> list[Float[Array, "rows seq *streams hidden"]]:
-        """`_through` for as many pieces as may be in flight at once."""
+        """`_through` for pieces that are in flight at the same time."""
         with self.counts.working("attention", self.session):
             x: list[Any] = [embed(self._head, piece.tokens, execution) for piece in pieces]
         for layer, memory, sparse in self._steps:
@@ -179,7 +179,7 @@ class AttentionWorker:
     def _send_out(
         self, sparse: int, payload: Float[Array, "tokens width"], chosen: Int32[Array, "tokens top_k"]
     ) -> None:
-        """Sends a micro-batch to every FFN worker, and raises the flags of the slots that are for none."""
+        """Sends a micro-batch to every FFN worker, and completes its slots that go to no worker."""
         micro_batch, self._next = self._next, (self._next + 1) % self.plan.micro_batches
         self._window = completed(
             self._window,
@@ -196,7 +196,7 @@ class AttentionWorker:
             send(Routed(header, payload, chosen))
 
     def _received(self, x: Away | Array) -> Float[Array, "rows seq *streams hidden"]:
-        """A piece's residual; waits for its experts' results, and adds them, if it is away."""
+        """A piece's residual; if the piece is `Away`, waits for its experts' results and adds them."""
         if not isinstance(x, Away):
             return x
         while True:
@@ -210,7 +210,7 @@ class AttentionWorker:
             return y
 
     def _take(self, message: Computed | Failed) -> None:
-        """Writes results into the window, flags last; drops those of an abandoned pass."""
+        """Writes results into the window, flags last; drops those of abandoned passes. Raises for a `Failed`."""
         if isinstance(message, Failed):
             self._failed = message
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
@@ -219,7 +219,7 @@ class AttentionWorker:
 
 
 def _split(pool: Pool) -> tuple[Pool, list[State]]:
-    """A pool without its layers, and the layers."""
+    """The pool without its layers' states, and these states."""
     return dataclasses.replace(pool, layers=()), list(pool.layers)
 
 
@@ -227,7 +227,7 @@ def _split(pool: Pool) -> tuple[Pool, list[State]]:
 def embed(
     head: CausalLM, tokens: Int[Array, "rows seq"], execution: Execution
 ) -> Float[Array, "rows seq *streams hidden"]:
-    """The residual before the first layer."""
+    """The residual stream before the first layer."""
     return head.model.spread(head.model.word_embeddings.embed(tokens, execution))
 
 
@@ -244,7 +244,7 @@ def attend(
     tuple[Float[Array, "{plan.tokens} {plan.width}"], Int32[Array, "{plan.tokens} {plan.top_k}"]] | None,
     State | None,
 ]:
-    """A layer of a piece: its residual, or an `Away` with the tokens to send and their experts; and the memory."""
+    """A piece's residual after a dense layer, or before experts an `Away` and (tokens, experts); and the new state."""
     rows, seq, span = *x.shape[:2], piece.span(execution)
     own = map_slots(lambda old: lax.dynamic_slice_in_dim(old, piece.first, rows), state)
     x, new = layer.attend(x, own, span)
@@ -273,7 +273,7 @@ polled = jax.jit(attention_worker_scheduler, donate_argnames="attn")
 def combined(
     away: Away, window: AttentionArea, plan: AfdPlan
 ) -> tuple[Float[Array, "rows seq *streams hidden"], AttentionArea]:
-    """The residual plus the weighted results of the micro-batch that is complete, and the shared expert's."""
+    """The residual plus the shared expert's output and the weighted results of the complete micro-batch."""
     y, _, window = attention_worker_combine(
         window, away.weights, np.int32(0), hidden_size=plan.hidden, dtype=jnp.float32
     )
@@ -286,14 +286,14 @@ def combined(
 
 @jax.jit
 def begin_extend(pool: Pool, rows: Rows) -> tuple[Int32[Array, " 1"], Int32[Array, ""]]:
-    """How many tokens the row has in its caches, and its slot."""
+    """How many tokens of the row are cached, and its slot."""
     assert rows.slots is not None, "the engine's rows have slots"
     return pool.take(rows).length[:1], rows.slots[0]
 
 
 @jax.jit
 def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Extension, Pool]:
-    """The results of `extend`, and the pool that has counted the chunk."""
+    """The results of `extend`, and the pool with the chunk's tokens counted."""
     view = pool.take(rows)
     after = dataclasses.replace(view, length=view.length + lengths)
     return Extension(after.length, None, {}), pool.put(rows, after)
@@ -303,7 +303,7 @@ def end_extend(rows: Rows, lengths: Int32[Array, " 1"], pool: Pool) -> tuple[Ext
 def begin_decode(
     batch: Batch, step: Int32[Array, ""], pool: Pool, size: int
 ) -> tuple[tuple[MicroBatch, ...], Bool[Array, ""]]:
-    """Micro-batches of `size` rows with their newest tokens, and whether any row gets one: its length is 1, else 0."""
+    """Micro-batches of `size` rows, with one token for active rows and none for others; and whether any is active."""
     view = pool.take(batch.rows)
     active = ~view.done & (step < batch.lengths)
     rows = (view.token[:, None], view.length, active.astype(jnp.int32), batch.rows.table)
@@ -324,7 +324,7 @@ def end_decode(
     pool: Pool,
     execution: Execution,
 ) -> tuple[Choice, Pool]:
-    """The choices with those of a step in their column, and the pool after it."""
+    """Samples a step's tokens: `out` with these choices in column `step`, and the pool after the step."""
     view = pool.take(batch.rows)
     active = ~view.done & (step < batch.lengths)
     cache = Cache((), view.length + active.astype(jnp.int32), batch.rows.table)

@@ -1,7 +1,7 @@
 """An FFN worker: a window into which sessions write tokens, and the experts that it runs on them.
 
-Messages are taken in as they come; while the experts run, more arrive, and the next batch has the tokens of every
-session that is ready. It holds no state of a sequence.
+Messages are accepted as they arrive: while the experts run, more come in, and the next batch has the tokens of every
+session that is ready. The worker keeps no state of a sequence.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from ling3.execution import Execution
 
 
 class FfnWorker:
-    """Serves the sessions of a plan from an inbox of `Routed` messages; `deliver[s]` sends session s its results."""
+    """Serves a plan's sessions, whose `Routed` messages arrive in `inbox`; `deliver[s]` sends results to session s."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FfnWorker:
         self._left: set[int] = set()
 
     def serve(self) -> None:
-        """Runs until every session has left, or a None in the inbox; WorkerError if another worker failed."""
+        """Runs until every session has left or None is in the inbox. Raises WorkerError if another worker failed."""
         while len(self._left) < self.plan.attention_workers:
             message = self.inbox.get()
             while message is not None:
@@ -57,7 +57,7 @@ class FfnWorker:
                 self._compute()
 
     def _take(self, message: Routed | Failed) -> None:
-        """Writes a message into the window, flag last; drops a session's earlier ones if it gave up their pass."""
+        """Writes a message into the window, flag last; with a new epoch, drops the session's old messages first."""
         if isinstance(message, Failed):
             raise WorkerError(f"{message.worker} failed: {message.error!r}") from message.error
         session, epoch, micro_batch, layer = np.asarray(message.header).tolist()
@@ -67,8 +67,8 @@ class FfnWorker:
             self._left.add(session)
             self._deliver[session](self.plan.last_computed())
             return
-        # A session does not wait for a card that got no row of a micro-batch: its next layer may be here before the
-        # card has looked at the last.
+        # A session does not wait for a card that got no row of a micro-batch, so its message for the next layer may
+        # arrive before the card has read the previous one.
         for _ in range(2):
             self._area, sent = arrived(
                 self._area,
@@ -81,7 +81,7 @@ class FfnWorker:
                 rank=np.int32(self.rank),
                 moe_expert_num=self.plan.experts,
                 token_dtype=self.plan.token_dtype,
-                # A session alone is one group, whose micro-batches are taken in turn, those without a row here too.
+                # A single session is one group, whose micro-batches are taken in turn: flag them without rows too.
                 sync_flag=int(self.plan.attention_workers > 1),
             )
             if sent:
@@ -90,7 +90,7 @@ class FfnWorker:
         raise ProtocolError(f"session {session} sent micro-batch {micro_batch} again before it was read")
 
     def _compute(self) -> None:
-        """Runs the experts on one micro-batch of each session that is ready, until none is."""
+        """Runs the experts on one micro-batch of each session that is ready, until no session is."""
         while True:
             self._area = scheduled(self._area)
             ready = int(self._area.out_num)
@@ -107,7 +107,7 @@ class FfnWorker:
 arrived = jax.jit(
     attention_to_ffn, donate_argnames="area", static_argnames=("moe_expert_num", "token_dtype", "sync_flag")
 )
-# Each session is scheduled by itself: none waits for another.
+# Groups of one session, so that no session waits for another.
 scheduled = jax.jit(functools.partial(ffn_worker_scheduler, sync_group_size=1), donate_argnames="area")
 
 
@@ -115,7 +115,7 @@ scheduled = jax.jit(functools.partial(ffn_worker_scheduler, sync_group_size=1), 
 def computed(
     area: FfnArea, share: ExpertShard, plan: AfdPlan, execution: Execution
 ) -> tuple[Float32[Array, "rows hidden"], FfnBatch]:
-    """The experts' outputs for the scheduled micro-batches' tokens, sorted by expert."""
+    """The experts' outputs for the scheduled micro-batches' rows, sorted by expert, and the batch of these rows."""
     batch, _ = ffn_worker_batching(
         area,
         expert_num=share.places.shape[1],
@@ -138,7 +138,7 @@ def of_session(
     epoch: Int32[Array, ""],
     plan: AfdPlan,
 ) -> Computed:
-    """The rows of one session, which has one micro-batch among them."""
+    """One session's rows, which are all of the same micro-batch, as a message."""
     own = batch.session_ids == session
     [order] = jnp.nonzero(own, size=plan.tokens * plan.top_k, fill_value=0)
     ids = (batch.session_ids, batch.micro_batch_ids, batch.token_ids, batch.topk_slots)
@@ -149,6 +149,6 @@ def of_session(
 
 @functools.partial(jax.jit, donate_argnames="area")
 def drained(area: FfnArea, session: Int32[Array, ""]) -> FfnArea:
-    """The window without a session's messages; the session starts over with micro-batch 0."""
+    """The window without a session's messages; the session starts again at micro-batch 0."""
     info = area.token_info.at[session, :, 2:].set(EMPTY).at[session, :, 0].set(0)
     return dataclasses.replace(area, token_info=info, polling_index=jnp.zeros_like(area.polling_index))

@@ -1,4 +1,4 @@
-"""The messages between workers: pytrees of arrays whose shapes the plan knows, so that any transport can carry them."""
+"""The messages between workers: pytrees of arrays whose shapes the plan fixes, so that any transport can carry them."""
 
 from typing import NamedTuple
 
@@ -6,19 +6,19 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 GONE = -1
-"""The epoch of a message that is the last from its sender."""
+"""The epoch in a sender's last message."""
 
 
 class Routed(NamedTuple):
-    """A session's micro-batch on its way to an FFN worker, with the experts of each token; padding has none."""
+    """A session's micro-batch on its way to an FFN worker, with each token's experts; padding has no expert."""
 
-    header: Int32[np.ndarray | Array, " 4"]  # session, epoch (passes it gave up), micro-batch, sparse layer
+    header: Int32[np.ndarray | Array, " 4"]  # session, epoch (passes abandoned), micro-batch, sparse layer
     x: Float[Array, "tokens width"]
     expert_ids: Int32[Array, "tokens top_k"]
 
     @property
     def epoch(self) -> int:
-        """The session's epoch, counted as in `Computed`."""
+        """How many passes the session has abandoned, or `GONE`; as in `Computed`."""
         return int(np.asarray(self.header)[1])
 
 
@@ -35,7 +35,7 @@ class Computed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The message that another worker has failed or is gone."""
+    """Tells a worker that another one has failed or is gone."""
 
     worker: str
     error: BaseException
@@ -46,4 +46,4 @@ class WorkerError(RuntimeError):
 
 
 class ProtocolError(RuntimeError):
-    """A message that the handshake does not allow: data over data that nobody has read."""
+    """A message that the handshake forbids: it would overwrite data that has not been read."""

@@ -1,4 +1,4 @@
-"""The plan on which attention and FFN workers agree before the first message, and the model cut into their halves."""
+"""The plan that attention and FFN workers share before the first message, and the split of a model into halves."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ from ling3.layers.moe import Experts, MoE
 from ling3.model import CausalLM, DecoderLayer
 
 Device = Any
-"""A `jax.Device`, which type checkers take for a variable."""
+"""A `jax.Device`; Any, as type checkers take that name for a variable."""
 REQUESTS = 16
 """Default number of requests that an attention worker runs at once."""
 TOKENS = 16
-"""The tokens of a micro-batch are a multiple of this, as those of a prompt's chunks are."""
+"""The size of a micro-batch is a multiple of this, as that of a prompt's chunks is."""
 Activations = Literal["exact", "int8"]
-"""How tokens travel to the experts: as they are, or rounded to 8 bits with a scale each."""
+"""How tokens are sent to the experts: unchanged, or rounded to 8 bits with one scale per token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AfdPlan:
     """The sizes of every window and message: static under `jit`, and the same on every worker.
 
     A micro-batch has `tokens` tokens, some of which may be padding. The experts of the `layers` sparse layers are
-    spread over the FFN workers in runs of almost equal length, the same in every layer.
+    sharded over the FFN workers in ranges of almost equal length, the same in every layer.
     """
 
     attention_workers: int
@@ -50,12 +50,12 @@ class AfdPlan:
 
     @property
     def token_dtype(self) -> int:
-        """The operators' number for what a token's slot holds."""
+        """The dtype of a token's slot, as an index in the operators' `TOKEN_DTYPES`."""
         return TOKEN_DTYPES.index(jnp.dtype("int8" if self.activations == "int8" else self.payload_dtype))
 
     @property
     def width(self) -> int:
-        """Numbers in a token's slot: a float32 travels as the bits of two float16."""
+        """Numbers in a token's slot; a float32 is sent as the bits of two float16."""
         return 2 * self.hidden if self.dtype == "float32" and self.activations == "exact" else self.hidden
 
     @property
@@ -64,14 +64,14 @@ class AfdPlan:
         return "float16" if self.width != self.hidden else self.dtype
 
     def share(self, rank: int) -> range:
-        """The experts of an FFN worker."""
+        """The experts of an FFN worker, in every sparse layer."""
         fewest, more = divmod(self.experts, self.ffn_workers)
         first = rank * fewest + min(rank, more)
         return range(first, first + fewest + (rank < more))
 
     @functools.cached_property
     def rank_table(self) -> Int32[np.ndarray, "experts 3"]:
-        """For each expert [1, its FFN worker, its number there]."""
+        """For each expert [1, its FFN worker, its index there]."""
         shares = (self.share(rank) for rank in range(self.ffn_workers))
         places = [(1, rank, place) for rank, share in enumerate(shares) for place in range(len(share))]
         return np.asarray(places, np.int32)
@@ -98,7 +98,7 @@ class AfdPlan:
         return Computed(np.asarray(GONE, np.int32), y, ids, ids, ids, ids, jnp.zeros((), jnp.int32))
 
     def packed(self, x: Float[Array, "tokens {self.hidden}"]) -> Float[Array, "tokens {self.width}"]:
-        """Tokens as they travel; `attention_to_ffn` rounds them to int8."""
+        """Tokens as they are sent, before `attention_to_ffn` rounds them if they are to be int8."""
         if self.width == self.hidden:
             return x
         return lax.bitcast_convert_type(x, jnp.float16).reshape(x.shape[0], self.width)
@@ -115,19 +115,19 @@ class AfdPlan:
 
 
 class ExpertShard(eqx.Module):
-    """The experts of one FFN worker, of all sparse layers: expert layer · count + e of a worker with `count` a layer.
+    """One FFN worker's experts of all sparse layers; with `count` per layer, expert e of a layer is layer · count + e.
 
-    Layers whose experts differ in more than their numbers (in their clamp, for instance) are stacks of their own.
+    Layers whose experts differ in more than their weights (in their clamp, for instance) are in different stacks.
     """
 
     stacks: tuple[Experts, ...]
     places: Int32[Array, "stacks experts"]
-    """Where each of the worker's experts is in each stack; -1 where it is not in it."""
+    """The index of each of the worker's experts in each stack; -1 if it is not in that stack."""
 
     def __call__(
         self, x: Float[Array, "rows hidden"], expert: Int32[Array, " rows"], execution: Execution
     ) -> Float32[Array, "rows hidden"]:
-        """expert_j(x_j) for each row in float32; -1 means no expert: its row is undefined and costs nothing."""
+        """expert_j(x_j) for each row j, in float32; -1 means no expert: that output is undefined, and not computed."""
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
         total = jnp.zeros(x.shape, jnp.float32)
         for stack, places in zip(self.stacks, self.places, strict=True):
@@ -138,7 +138,7 @@ class ExpertShard(eqx.Module):
 
 
 class Halves(NamedTuple):
-    """A model for attention workers, whose routed experts are None, and shares of FFN workers."""
+    """The model of attention workers, whose routed experts are None, and the shards of FFN workers."""
 
     attention: CausalLM
     shares: tuple[ExpertShard, ...]
@@ -157,9 +157,9 @@ def agree(
     requests: int,
     activations: Any = "exact",
 ) -> AfdPlan:
-    """The plan for a model and for so many requests of an attention worker at once.
+    """The plan for a model, with up to `requests` requests at once on each attention worker.
 
-    ValueError that names the count, the dtype or the layer that does not fit.
+    Raises ValueError, naming the count, the dtype or the layers that do not fit.
     """
     sparse = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, MoE)]
     if not sparse:
@@ -192,7 +192,7 @@ def agree(
 
 
 def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
-    """The model's halves, with the shares of these FFN workers; the attention half is not copied."""
+    """Splits a model into halves, with the shards of the FFN workers `ranks`; the attention half is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
     attention = eqx.tree_at(lambda m: m.model.layers, model, tuple(map(without_experts, layers)))
@@ -200,15 +200,15 @@ def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
 
 
 def committed(memory: Any, weights: Any) -> Any:
-    """Memory committed to the device of a worker's weights, as the results of programs are.
+    """Commits `memory` to the device of a worker's weights, as the results of programs are.
 
-    A program is compiled once more for arguments that are not committed to a device.
+    JAX would compile a program a second time for arguments that are not committed to a device.
     """
     return jax.device_put(memory, jax.tree.leaves(weights)[0].sharding)
 
 
 def _share(layers: Sequence[Experts], own: range) -> ExpertShard:
-    """These experts of every layer."""
+    """The shard with the experts `own` of every layer."""
     kinds: dict[Any, list[int]] = {}
     for i, experts in enumerate(layers):
         arrays, tree = jax.tree.flatten(experts)

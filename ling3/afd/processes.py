@@ -1,10 +1,10 @@
-"""The same workers, each in a process of its own: `jax.distributed` brings them together, and messages go by
-`jax.experimental.transfer`.
+"""Disaggregation with one process per worker: `jax.distributed` connects the processes, and
+`jax.experimental.transfer` carries their messages.
 
-A message is offered by its sender under a number that both ends count up, and pulled by its receiver, device to device.
-So workers need no common step, as a collective over all of them would: a session or an FFN worker waits for the
-messages it needs and for nothing else, and each holds its own programs and weights. A pull from a process that is gone
-raises at once. A session that is gone is forgotten by the FFN workers; one that misses an FFN worker ends in an error.
+A sender offers each message under a number that both ends count up, and the receiver pulls it, device to device. So
+workers need no common step, as a collective over all of them would: a session or an FFN worker waits only for the
+messages that it needs, and each has its own programs and weights. A pull from a process that is gone raises at once:
+FFN workers then count that session as having left; a session whose FFN worker is gone ends in an error.
 """
 
 import functools
@@ -31,7 +31,7 @@ from ling3.runtime.entry_checks import refuse_fork
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer
 
-# The most bytes of an address that processes tell each other.
+# The longest address of a process, in bytes.
 ADDRESS_BYTES = 64
 
 
@@ -49,7 +49,7 @@ class Links:
         self._sent = [0] * len(told)
 
     def send(self, to: int, message: Any) -> None:
-        """Offers a message to a process."""
+        """Offers a message to a process, which pulls it."""
         number = _number(jax.process_index(), to, self._sent[to])
         self._sent[to] += 1
         self._server.await_pull(number, jax.tree.leaves(jax.device_put(message, self._device)))
@@ -57,9 +57,9 @@ class Links:
     def receive(
         self, peer: int, like: Any, put: Callable[[Any], object], gone: Callable[[Exception], Any]
     ) -> threading.Thread:
-        """Pulls messages of the shapes of `like` from a process in a thread, which ends after the sender's last one.
+        """Pulls messages with the shapes of `like` from a process, in a thread that ends after the sender's last one.
 
-        Each goes to `put`, and so does `gone(error)` if the process is no longer there.
+        Calls `put` with each message, or with `gone(error)` if the process is no longer there.
         """
         connection = self._server.connect(self._addresses[peer])
         place = jax.sharding.SingleDeviceSharding(self._device)
@@ -81,7 +81,7 @@ class Links:
 
 
 class AttentionProcess:
-    """An attention worker with a process of its own: an engine whose experts are in other processes."""
+    """The attention worker of this process: an engine whose routed experts are in other processes."""
 
     def __init__(self, worker: AttentionWorker, engine: Engine, links: Links):
         self.worker, self.engine = worker, engine
@@ -97,16 +97,16 @@ class AttentionProcess:
         ]
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
-        """The new token ids of this process's prompts; arguments, results and errors are `System.generate`'s."""
+        """The new token ids of this process's prompts; arguments, results and errors are those of `System.generate`."""
         self.worker.counts.clear()
         return answers({f"attention worker {self.worker.session}": self.engine}, prompts, params, **fields)
 
     def stats(self) -> AfdStats:
-        """The counts of the last `generate`; the FFN workers' are in their processes."""
+        """The counts of the last `generate`; the FFN workers' processes have theirs."""
         return self.worker.counts.stats()
 
     def leave(self) -> None:
-        """Tells the FFN workers that this session sends no more, and waits until all know."""
+        """Tells the FFN workers that this session sends no more, and waits until all have confirmed."""
         self.worker.leave()
         for thread in self._receiving:
             thread.join()
@@ -119,12 +119,12 @@ class AttentionProcess:
 
 
 class FfnProcess:
-    """An FFN worker with a process of its own."""
+    """The FFN worker of this process."""
 
     def __init__(self, worker: FfnWorker, links: Links):
         self.worker = worker
         for session in range(worker.plan.attention_workers):
-            last = worker.plan.last_routed(session)  # a session that is gone has left
+            last = worker.plan.last_routed(session)  # a session whose process is gone has left
             links.receive(session, last, worker.inbox.put, lambda error, last=last: last)
 
     def serve(self) -> None:
@@ -132,7 +132,7 @@ class FfnProcess:
         self.worker.serve()
 
     def stats(self) -> AfdStats:
-        """The counts so far; the attention workers' are in their processes."""
+        """The counts so far; the attention workers' processes have theirs."""
         return self.worker.counts.stats()
 
 
@@ -148,12 +148,12 @@ def join(
     execution: Execution | None = None,
     address: str = "127.0.0.1:0",
 ) -> AttentionProcess | FfnProcess:
-    """This process's part in a disaggregated model: called by every process, after `jax.distributed.initialize`.
+    """This process's worker of a disaggregated model; every process calls it, after `jax.distributed.initialize`.
 
-    The first `attention_workers` processes are those, and the others the FFN workers: each keeps its own half of the
-    model, which is to be the same everywhere, and the other arguments too. An attention worker then generates and
-    `leave`s, an FFN worker `serve`s. `address` is where this process is reached by the others, with port 0 for any.
-    The first process has JAX's coordinator in it: it should be the last to end, since its end ends the others.
+    The first `attention_workers` processes are attention workers, the others FFN workers; each keeps its half of the
+    model. The model and all arguments but `address` must be the same in all processes. An attention worker then calls
+    `generate` and `leave`, an FFN worker `serve`. Others reach this process at `address`; port 0 takes any free one.
+    The first process runs JAX's coordinator: it should be the last to end, since its end ends the others.
 
         jax.distributed.initialize(coordinator, num_processes=4, process_id=i)
         worker = ling3.afd.join(model, attention_workers=2, ffn_workers=2)
@@ -163,7 +163,7 @@ def join(
             with worker:
                 print(worker.generate(prompts, max_tokens=64))
 
-    Raises ValueError as `disaggregate` does, and for another number of processes.
+    Raises ValueError as `disaggregate` does, and unless there are as many processes as workers.
     """
     refuse_fork()
     settings = EngineSettings(max_running_requests=REQUESTS) if settings is None else settings
@@ -190,5 +190,5 @@ def join(
 
 
 def _number(sender: int, receiver: int, count: int) -> int:
-    """The number of a message, by which it is pulled."""
+    """The number under which a message is offered and pulled."""
     return sender << 48 | receiver << 32 | count % 2**32

@@ -18,13 +18,13 @@ class AfdStats:
     max_in_flight: int
     """The most micro-batches that a session had sent and not yet combined."""
     busy: dict[str, list[float]]
-    """Seconds that each worker of `attention` and `ffn` worked, and did not wait for a message."""
+    """Seconds that each worker of `attention` and `ffn` worked, without the time spent waiting for messages."""
     both_busy: float
-    """Seconds in which workers of both groups worked at once."""
+    """Seconds in which at least one worker of each group worked."""
 
 
 class Counts:
-    """The counts of all workers of a process, each written by that worker's thread alone."""
+    """The counts of all workers in a process; each worker's thread writes only that worker's counts."""
 
     def __init__(self, plan: AfdPlan):
         self._sizes = {"attention": plan.attention_workers, "ffn": plan.ffn_workers}
@@ -41,7 +41,7 @@ class Counts:
 
     @contextlib.contextmanager
     def working(self, side: str, worker: int) -> Iterator[None]:
-        """Counts the time of a block as a worker's."""
+        """Adds the time spent in the block to a worker's busy time."""
         begin = self._shift(side, 1)
         try:
             yield
@@ -49,7 +49,7 @@ class Counts:
             self._busy[side][worker] += self._shift(side, -1) - begin
 
     def _shift(self, side: str, change: int) -> float:
-        """Adds `change` to the number of workers of a side that are at work."""
+        """Adds `change` to the number of busy workers of a side; returns the time."""
         with self._lock:
             now = time.perf_counter()
             if all(self._working.values()):

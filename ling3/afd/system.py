@@ -1,4 +1,4 @@
-"""A model whose attention and experts live on different devices of this process, each worker in a thread of its own."""
+"""Disaggregation within one process: attention and experts on different devices, and a thread for each worker."""
 
 import functools
 import queue
@@ -25,10 +25,10 @@ from ling3.text.tokenizer import Tokenizer
 
 
 class System:
-    """Attention workers and FFN workers around one model, made by `disaggregate`.
+    """The attention workers and FFN workers of one model, made by `disaggregate`.
 
-    Each attention worker has an engine of its own in `engines`, with all that an engine can do; `generate` spreads
-    prompts over them. Use it in a `with` block, or `close` it.
+    Each attention worker has an engine in `engines`, without the optional parts of a batch (grammars, interventions);
+    `generate` distributes prompts over them. Use it in a `with` block, or call `close`.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class System:
                 self.engines += (worker.engine(tokenizer, settings, execution),)
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None, **fields: Any) -> list[list[int]]:
-        """The new token ids of each prompt, as `ling3.generate` has them; prompt i goes to session i mod A.
+        """The new token ids of each prompt, as `ling3.generate` returns them; prompt i runs in session i mod A.
 
-        Raises ParameterError as that function does, before any work; WorkerError, which names the worker, if one fails:
-        the requests of other sessions are completed first.
+        Raises ParameterError as that function does, before any work; WorkerError, naming the worker, if one fails,
+        after the requests of the other sessions are complete.
         """
         self._counts.clear()
         engines = {f"attention worker {session}": engine for session, engine in enumerate(self.engines)}
@@ -89,7 +89,7 @@ class System:
         return self._counts.stats()
 
     def close(self) -> None:
-        """Stops the FFN workers; requests that need them end in an error. Harmless the second time."""
+        """Stops the FFN workers; unfinished and later requests end in an error. May be called more than once."""
         self._close()
 
     def __enter__(self) -> "System":
@@ -111,14 +111,13 @@ def disaggregate(
     execution: Execution | None = None,
     devices: Sequence[Device] | None = None,
 ) -> System:
-    """A model with attention on some devices and its routed experts on others (MegaScale-Infer, arXiv 2504.02263).
+    """Puts a model's attention on some devices and its routed experts on others (MegaScale-Infer, arXiv 2504.02263).
 
-    Every attention worker has the model without its routed experts, an engine and the caches of its own requests;
-    every FFN worker has its share of each layer's experts. `micro_batches` of a session are under way at once: while
-    the experts of one run, the session runs attention on another. `activations` is "exact", or "int8", which sends
-    tokens to the experts in 8 bits with a scale each and changes answers. The workers share `devices` (by default all
-    of JAX's) so that each has one of its own if there are enough, and otherwise the two groups have different ones if
-    there are two.
+    Every attention worker has the model without its routed experts, an engine and the caches of its requests; every FFN
+    worker has its share of each layer's experts. A session has up to `micro_batches` in flight: while the experts of
+    one run, it runs attention on another. `activations` is "exact", or "int8", which sends tokens to the experts in 8
+    bits with one scale per token and changes answers. Workers are distributed over `devices` (by default all of JAX's):
+    one each if there are enough; otherwise workers of the same group share devices, and with a single device all do.
 
     Raises ValueError for a model without routed experts, and for counts that do not fit it.
     """
@@ -147,11 +146,11 @@ def _carry(worker: AttentionWorker | FfnWorker, to: Device, message: Any) -> Non
 
 
 def _serve(card: FfnWorker, device: Device, failed: Callable[[Failed], object]) -> None:
-    """An FFN worker's thread."""
+    """The function that an FFN worker's thread runs."""
     try:
         with jax.default_device(device):
             card.serve()
-    except WorkerError:  # another worker's failure, of which all have been told
+    except WorkerError:  # another worker failed, and has reported it to all
         pass
     except Exception as error:
         failed(Failed(f"FFN worker {card.rank}", error))
@@ -168,7 +167,7 @@ def _stop(
     sessions: Sequence["queue.SimpleQueue[Any]"],
     threads: Sequence[threading.Thread],
 ) -> None:
-    """Ends the FFN workers' threads after their current batches, and tells the sessions so."""
+    """Ends the FFN workers' threads after their current batches, then sends every session a `Failed`."""
     _tell(cards, None)
     for thread in threads:
         thread.join()

@@ -1,4 +1,4 @@
-"""Measurements of one server at several numbers of requests at a time, side by side."""
+"""Reports of one engine or server at several concurrencies, side by side."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ from ling3.runtime.plots import BLUE, RED
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """A report for each number of requests at a time, in its `about["concurrency"]`."""
+    """One report for each concurrency, which is its `about["concurrency"]`."""
 
     reports: Sequence[BenchReport]
 
@@ -41,7 +41,7 @@ class Levels:
         return Group(facts, Text(), rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws throughput and time per token against the requests at a time, into a PNG, PDF or SVG.
+        """Plots throughput and time per token against the concurrency, into a PNG, PDF or SVG.
 
         Raises ValueError as `check_plot` does.
         """

@@ -1,7 +1,7 @@
-"""Measures an engine in its own process, offline and online.
+"""Measures an engine in this process, offline or online.
 
-Offline all requests arrive at once, and throughput counts. Online they arrive as a Poisson process, whether the engine
-keeps up or not, and every latency is measured from the due time: waiting for a busy engine counts.
+Offline, all requests arrive at once, and throughput counts. Online, they arrive as a Poisson process, whether or not
+the engine keeps up, and each latency is measured from the due time, so that waiting for a busy engine counts.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from ling3.runtime import strict_json
 from ling3.runtime.progress import progress
 from ling3.serve import Engine
 
-# The engine's counts that a report has.
+# The engine's counts that are part of a report.
 TURNS = ("steps", "prefill_calls", "decode_calls", "preemptions")
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """One request of a workload: its prompt and its output's length."""
+    """One request of a workload: its prompt and the length of its output."""
 
     prompt: Any
     """A text, token ids, or chat messages, as for `Engine.submit`."""
@@ -45,9 +45,10 @@ def random_requests(
     seed: int = 0,
     shared_prefix: int = 0,
 ) -> list[SampleRequest]:
-    """`count` prompts of random ids in [0, vocab), with lengths (first to last, in tokens) drawn evenly.
+    """`count` prompts of random ids in [0, vocab), with lengths (smallest to largest, in tokens) drawn evenly.
 
-    Each begins with the same `shared_prefix` tokens, which `input_len` does not count; the others do not depend on it.
+    Each begins with the same `shared_prefix` tokens, which `input_len` does not count and which do not change the other
+    tokens. Raises ValueError for invalid lengths and counts.
     """
     rng = np.random.default_rng(seed)
     inputs, outputs = _lengths("input_len", input_len, count, rng), _lengths("output_len", output_len, count, rng)
@@ -61,10 +62,10 @@ def random_requests(
 def read_requests(
     path: str | os.PathLike[str], output_len: tuple[int, int], count: int | None = None, seed: int = 0
 ) -> list[SampleRequest]:
-    """The prompts of a file: a text a line, or in `*.jsonl` an object a line with a request's `prompt`.
+    """Reads prompts from a file: one text per line, or in `*.jsonl` one object per line with a `prompt`.
 
-    `count` takes that many, from the top again after the last; empty lines are skipped. Raises ValueError, with the
-    line, for anything else, and OSError for a file that cannot be read.
+    `count` takes that many, starting again after the last; empty lines are skipped. Raises ValueError, with the line,
+    for anything else, and OSError for a file that cannot be read.
     """
     path = pathlib.Path(path)
     try:
@@ -85,20 +86,20 @@ def read_requests(
 
 
 def check_lengths(name: str, bounds: tuple[int, int]) -> None:
-    """ValueError unless `bounds` are the smallest and the largest length of a range."""
+    """Raises ValueError unless `bounds` are a smallest length of at least 1 and a largest one."""
     low, high = bounds
     if not 1 <= low <= high:
         raise ValueError(f"{name} is from {low} to {high} tokens, expected at least 1, and no less at the end")
 
 
 def check_count(count: int) -> None:
-    """ValueError if there is nothing to measure."""
+    """Raises ValueError if the number of requests is below 1."""
     if count < 1:
         raise ValueError(f"the number of requests is {count}, expected at least 1")
 
 
 def check_concurrency(concurrency: int | None) -> None:
-    """ValueError if nothing could be under way."""
+    """Raises ValueError if the concurrency is below 1; None is valid."""
     if concurrency is not None and concurrency < 1:
         raise ValueError(f"the concurrency is {concurrency}, expected at least 1")
 
@@ -119,7 +120,7 @@ def _prompt_of(line: str, where: str) -> Any:
 
 
 def arrivals(count: int, request_rate: float, seed: int = 0) -> Float64[np.ndarray, " count"]:
-    """When each request is due, in seconds after the first: a Poisson process, `request_rate` a second (inf: all 0)."""
+    """Due times in seconds after the first: a Poisson process of `request_rate` requests per second (inf: all 0)."""
     if not request_rate > 0:
         raise ValueError(f"request_rate is {request_rate}, expected a number of requests per second above 0, or inf")
     gaps = np.random.default_rng(seed).exponential(1 / request_rate, count)
@@ -137,15 +138,15 @@ def measure(
     temperature: float = 0.0,
     about: Mapping[str, Any] | None = None,
 ) -> BenchReport:
-    """Serves the requests and reports how long everything took; `about` goes into the report as it is.
+    """Serves the requests and reports how long everything took; `about` is copied into the report.
 
-    They arrive at the `request_rate`; with `concurrency` as many are under way at a time instead, each a stream that is
-    due when one before it has ended.
+    Requests arrive at the `request_rate`, with their texts encoded beforehand. With `concurrency`, that many run at a
+    time instead, each as a stream that is due, and encodes its text, when an earlier one has ended.
 
-    Compiles first, encodes texts, and serves one short request, none of which counts; then the engine forgets all known
-    prefixes, so that hits are those of prompts on each other. With `ignore_eos` each output has its full length, so
-    that the work is the same whatever the model says. `seed` draws the arrivals, and request i samples from `seed + i`.
-    While the engine's queue is full, a request that is due waits, and its clock runs.
+    Before the measurement, the requests are checked, programs are compiled, and one short request is served; then the
+    engine drops its cached prefixes, so that measured prompts can only hit each other's. With `ignore_eos` each output
+    has its full length, so the work does not depend on the model's answers. `seed` draws the arrivals, and request i
+    samples with `seed + i`. While the engine's queue is full, a due request waits, and this time counts.
 
     Raises ValueError, before anything is measured, for requests that the engine could not answer.
     """
@@ -157,7 +158,7 @@ def measure(
     ]
     due = arrivals(len(requests), request_rate, seed).tolist()
     clients = [_Client(when) for when in due]
-    # Checked before anything is compiled or measured; the clock starts with the first delta that is asked for.
+    # The requests are checked here, before anything is compiled; the clock starts when the first delta is requested.
     deltas = engine.stream_all([request.prompt for request in requests], params, arrivals=due)
     engine.warmup()
     engine.generate([requests[0].prompt], dataclasses.replace(params[0], max_tokens=min(2, requests[0].max_tokens)))
@@ -183,7 +184,7 @@ def measure(
 
 @dataclasses.dataclass
 class _Client:
-    """Notes when the deltas of its request come, in seconds from the beginning of the measurement."""
+    """Records when the deltas of its request arrive, in seconds from the start of the measurement."""
 
     due: float
     deltas: list[tuple[float, int]] = dataclasses.field(default_factory=list)
@@ -204,7 +205,7 @@ class _Client:
 
 
 def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_Client]) -> list[ServedRequest]:
-    """Takes the deltas as they come until every request has ended; what is unfinished after Ctrl-C is aborted."""
+    """Takes the deltas as they arrive until every request has ended; on Ctrl-C unfinished requests are aborted."""
     with contextlib.closing(deltas), progress("measuring", len(clients)) as advance:
         begin = time.perf_counter()
         for index, delta in deltas:
@@ -216,7 +217,7 @@ def _serve(deltas: Generator[tuple[int, Delta], None, None], clients: Sequence[_
 async def _serve_streams(
     engine: Engine, asked: Sequence[tuple[Any, SamplingParams, _Client]], concurrency: int
 ) -> list[ServedRequest]:
-    """Takes the requests as streams, so many at a time."""
+    """Serves the requests as streams, `concurrency` at a time."""
     begin = time.perf_counter()
     with progress("measuring", len(asked)) as advance:
 
@@ -232,7 +233,7 @@ async def _serve_streams(
 
 
 async def in_turn(ask: Callable[[int, float], Awaitable[None]], count: int, concurrency: int, begin: float) -> None:
-    """Awaits `ask(i, due)` for each i below `count`, so many at a time, each due when one before it has ended.
+    """Awaits `ask(i, due)` for each i below `count`, `concurrency` at a time, each due when an earlier one has ended.
 
     Due times are in seconds after `begin`, on the clock of `time.perf_counter`.
     """

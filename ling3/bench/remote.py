@@ -1,11 +1,12 @@
-"""Measures a server of OpenAI's protocol as its client, in the terms of `measure`.
+"""Measures a server of OpenAI's protocol over HTTP, and reports as `measure` does.
 
-The client only notes what comes and when; streams are read once all have ended, so that it takes little from a server
-on the same machine. Chunks are not tokens: their number is the server's `usage`, shared among chunks by their text.
+The client only records which bytes arrive when, and parses the streams after all have ended, so that it takes little
+time from a server on the same machine. Chunks are not tokens: the number of tokens is the server's `usage`, which is
+divided among the chunks in proportion to their text.
 """
 
 # pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
+# The imports need an extra, and types are checked without it too.
 
 import asyncio
 import contextlib
@@ -24,10 +25,10 @@ from ling3.runtime.progress import progress
 from ling3.runtime.quoting import printable
 
 PATIENCE = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-"""Seconds until there is a connection, and without a byte from the server."""
+"""Limits in seconds: to connect, and to wait for the server's next bytes."""
 FAULTS = (aiohttp.ClientError, TimeoutError)
 IDS = 256
-"""Token ids below this are in every vocabulary of bytes, and so in one that a client does not know."""
+"""Token ids below this are in every byte-level vocabulary, so prompts for an unknown vocabulary are drawn from them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +36,15 @@ class RemoteServer:
     """A server of OpenAI's protocol that is measured over HTTP."""
 
     base_url: str
-    """With its `/v1`, as OpenAI's clients take it."""
+    """The address, including `/v1`, as OpenAI's clients take it."""
     model: str | None = None
-    """The model's name there; without it, the first that the server lists."""
+    """The model's name on the server; without it, the first that the server lists."""
     api_key: str | None = None
     chat: bool = False
-    """Prompts are texts, and go to `/chat/completions`; otherwise texts or ids, and to `/completions`."""
+    """True sends prompts, which must be texts, to `/chat/completions`; False sends texts or ids to `/completions`."""
 
     def session(self) -> aiohttp.ClientSession:
-        """A client with any number of connections, which says its key with each request."""
+        """A client with any number of connections, which sends the API key with each request."""
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -55,7 +56,7 @@ class RemoteServer:
         return f"{self.base_url.rstrip('/')}/{path}"
 
     async def name(self, session: aiohttp.ClientSession) -> str:
-        """The model's name; ValueError if the server lists none."""
+        """The model's name. Raises ValueError if the server lists none or cannot be reached."""
         if self.model is not None:
             return self.model
         try:
@@ -82,14 +83,14 @@ def measure_server(
     temperature: float = 0.0,
     about: Mapping[str, Any] | None = None,
 ) -> BenchReport:
-    """Streams the requests' answers and reports as `ling3.bench.measure.measure` does.
+    """Streams the answers to the requests and reports as `ling3.bench.measure.measure` does.
 
-    With `concurrency` as many requests are under way at a time, each due when one before it has ended; else they
-    arrive at the `request_rate`. A request fails on a status that is not 200, a broken connection, an error amid the
-    stream, and a stream without `usage`. `ignore_eos` is vLLM's field, which is left out where it is False. A short
-    request goes first and does not count; what a server keeps of earlier prompts is in `cached_tokens`.
+    With `concurrency`, that many requests run at a time, each due when an earlier one has ended; else they arrive at
+    the `request_rate`. A request fails if its status is not 200, the connection breaks, or the stream has an error or
+    no `usage`, or ends early. `ignore_eos` is vLLM's field, which is only sent if True. A short request goes first and
+    does not count; `cached_tokens` includes what the server has cached from earlier prompts.
 
-    Raises ValueError if that request fails.
+    Raises ValueError if that short request fails.
     """
     check_count(len(requests))
     check_concurrency(concurrency)
@@ -115,16 +116,16 @@ def measure_server(
 
 @dataclasses.dataclass
 class Stream:
-    """The result of one request; times in seconds from the beginning of the measurement."""
+    """The bytes of one request's answer; times are in seconds from the start of the measurement."""
 
     due: float
     blocks: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
-    """Of the body, with their times."""
+    """The time of arrival and the bytes of each block of the body."""
     end: float = 0.0
     error: str | None = None
 
     def served(self) -> ServedRequest:
-        """The request as its report has it."""
+        """Parses the stream, and returns the request as a report has it."""
         error, usage, reason, texts = self.error, {}, None, []
         try:
             for when, event in events(self.blocks) if error is None else ():
@@ -149,7 +150,7 @@ class Stream:
 
 
 def events(blocks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
-    """The JSON of each server-sent event with the time at which its block ended; ValueError for a malformed event."""
+    """Yields the JSON of each server-sent event and its time of arrival. Raises ValueError for a malformed event."""
     held = b""
     for when, block in blocks:
         *lines, held = (held + block).split(b"\n")
@@ -160,7 +161,7 @@ def events(blocks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]
 
 
 def _size(choice: Mapping[str, Any]) -> int:
-    """Characters that are new of a choice: text, thinking, or tool calls."""
+    """The number of new characters of a choice: text, thinking, or tool calls."""
     delta = choice.get("delta") or {}
     thinking = delta.get("reasoning_content") or delta.get("reasoning") or ""
     calls = delta.get("tool_calls")
@@ -168,7 +169,10 @@ def _size(choice: Mapping[str, Any]) -> int:
 
 
 def _shared(texts: Sequence[tuple[float, int]], tokens: int) -> Iterator[tuple[float, int]]:
-    """When how many of the `tokens` came, by the size of the texts: at least one with the first, and all together."""
+    """Divides `tokens` among the chunks by the sizes of their texts; yields (time, number of tokens).
+
+    At least one token comes with the first chunk, and all have come with the last.
+    """
     whole, seen, given = sum(size for _, size in texts), 0, 0
     for when, size in texts:
         seen += size
@@ -186,7 +190,7 @@ async def _measured(
     concurrency: int | None,
     due: Sequence[float],
 ) -> tuple[str, list[Stream], float]:
-    """The model's name, the stream of each request, and the seconds of a core that this client took for them."""
+    """The model's name, the stream of each request, and the seconds of CPU time that this client used for them."""
     async with server.session() as session:
         name = await server.name(session)
         bodies = [_body(server, name, request, {**options, "seed": seed + i}) for i, request in enumerate(requests)]
@@ -213,7 +217,7 @@ async def _measured(
 
 
 def _body(server: RemoteServer, name: str, request: SampleRequest, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's fields; ValueError for ids where a conversation is asked for."""
+    """A request's fields. Raises ValueError for token ids if the server is measured by conversations."""
     if server.chat and not isinstance(request.prompt, str):
         raise ValueError("a conversation takes texts, and the prompts are token ids: give prompts that are texts")
     what = {"messages": [{"role": "user", "content": request.prompt}]} if server.chat else {"prompt": request.prompt}
@@ -224,7 +228,7 @@ def _body(server: RemoteServer, name: str, request: SampleRequest, options: Mapp
 async def _ask(
     session: aiohttp.ClientSession, server: RemoteServer, content: bytes, stream: Stream, begin: float
 ) -> None:
-    """Streams an answer; what goes wrong is the stream's error."""
+    """Streams an answer; errors are stored in the stream."""
     try:
         path = "chat/completions" if server.chat else "completions"
         async with session.post(server.url(path), data=content) as answer:
@@ -241,7 +245,7 @@ async def _ask(
 
 
 def _message(answer: Mapping[str, Any]) -> str:
-    """The message of OpenAI's error object, or what there is in its place."""
+    """The message of OpenAI's error object, or else the answer itself."""
     error = answer.get("error", answer)
     return printable(error.get("message", error) if isinstance(error, dict) else error, 200)
 

@@ -1,4 +1,4 @@
-"""The report of a measurement: requests as their clients saw them, and their numbers as table, JSON and plot."""
+"""The report of a measurement: requests as their clients saw them, and their statistics as table, JSON and plot."""
 
 import dataclasses
 import datetime
@@ -30,7 +30,7 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Mean and percentiles of a quantity over requests or tokens; percentiles are numpy's, linear between values."""
+    """The mean and percentiles of a quantity over requests or tokens; percentiles interpolate linearly, as numpy's."""
 
     mean: float
     p50: float
@@ -39,7 +39,7 @@ class Distribution:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Distribution | None":
-        """The mean and percentiles of some values; None without values."""
+        """The mean and percentiles of `values`; None if there are none."""
         if not values:
             return None
         return Distribution(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 99))))
@@ -47,23 +47,23 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class ServedRequest:
-    """One request as its client saw it; times in seconds from the beginning of the measurement."""
+    """One request as its client saw it; times are in seconds from the start of the measurement."""
 
     due: float
-    """When it was due; its latencies count from here."""
+    """When the request was due; its latencies count from here."""
     prompt_tokens: int
     deltas: Sequence[tuple[float, int]]
-    """When tokens came, and their number."""
+    """The time of arrival and the number of tokens of each delta."""
     end: float
     finish_reason: FinishReason
     cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     error: str | None = None
-    """What a server said was wrong, or what was wrong with its answer."""
+    """The server's error message, or what was wrong with its answer."""
 
     @property
     def completed(self) -> bool:
-        """True if it ended by itself."""
+        """True if the request ended with `stop` or `length`."""
         return self.finish_reason in ("stop", "length")
 
     @property
@@ -73,17 +73,17 @@ class ServedRequest:
 
     @property
     def latency(self) -> float:
-        """From due to its end (E2EL)."""
+        """Seconds from the due time to the end (E2EL)."""
         return self.end - self.due
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token, from due; None if none came."""
+        """Seconds from the due time to the first token; None if none came."""
         return self.deltas[0][0] - self.due if self.deltas else None
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None with fewer than two."""
+        """Seconds per output token after the first; None with fewer than two tokens."""
         return (self.deltas[-1][0] - self.deltas[0][0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -93,35 +93,35 @@ class ServedRequest:
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies: a delta's tokens share the wait for it evenly."""
+        """Inter-token latencies in seconds: a delta's tokens share the wait for it evenly."""
         return [gap / tokens for gap, (_, tokens) in zip(self.gaps, self.deltas[1:]) for _ in range(tokens)]
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """One measurement. Times are in seconds; they and token counts are those of completed requests."""
+    """One measurement. Times are in seconds; latencies and token counts are over completed requests only."""
 
     served: Sequence[ServedRequest]
     duration: float
-    """From the first request's due to the last one's end."""
+    """Seconds from the start of the measurement to the last request's end."""
     request_rate: float
     """Requests due per second; infinite offline, where all are due at once."""
     about: Mapping[str, Any]
     """The model, the workload and the command."""
     engine: Mapping[str, Any]
-    """Settings."""
+    """The engine's settings; empty for a server."""
     turns: Mapping[str, int]
-    """What the engine did: steps, calls and preemptions."""
+    """How many steps, calls and preemptions the engine made; empty for a server."""
     machine: Mapping[str, Any]
 
     @property
     def completed(self) -> int:
-        """The number of requests that ended by themselves."""
+        """The number of requests that ended with `stop` or `length`."""
         return len(self._good)
 
     @property
     def failed(self) -> int:
-        """Requests that ended in an error or were aborted."""
+        """The number of requests that ended in an error or were aborted."""
         return len(self.served) - self.completed
 
     @property
@@ -131,22 +131,22 @@ class BenchReport:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens in all prompts."""
+        """The number of tokens in the prompts of completed requests."""
         return sum(request.prompt_tokens for request in self._good)
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts, found in the prefix cache."""
+        """The number of these prompt tokens that were found in the prefix cache."""
         return sum(request.cached_tokens for request in self._good)
 
     @property
     def cached_share(self) -> float:
-        """The same as a share of `prompt_tokens`."""
+        """`cached_tokens` as a fraction of `prompt_tokens`."""
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
     @property
     def output_tokens(self) -> int:
-        """The number of tokens in all answers."""
+        """The number of tokens in the answers of completed requests."""
         return sum(request.output_tokens for request in self._good)
 
     @property
@@ -166,12 +166,12 @@ class BenchReport:
 
     @property
     def concurrency(self) -> float:
-        """How many requests were in flight, on average."""
+        """How many requests were in flight on average, counting completed ones only."""
         return sum(request.latency for request in self._good) / self.duration
 
     @property
     def latencies(self) -> dict[str, Distribution | None]:
-        """Spreads of TTFT, TPOT, ITL, the times between deltas, and E2EL."""
+        """Distributions of TTFT, TPOT, ITL, the times between deltas, and E2EL, in seconds."""
         good = self._good
         return {
             "ttft": Distribution.of([request.ttft for request in good if request.ttft is not None]),
@@ -182,7 +182,7 @@ class BenchReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain values, for JSON; times in milliseconds, but for the duration."""
+        """The report as plain values, for JSON; times are in milliseconds, except where a name ends in `_s`."""
         return {
             "command": self.about.get("command"),
             "machine": dict(self.machine),
@@ -221,13 +221,13 @@ class BenchReport:
 
     @property
     def load(self) -> str:
-        """The way in which requests were sent, in words."""
+        """How the requests were sent, in words."""
         if (concurrency := self.about.get("concurrency")) is not None:
             return f"{concurrency} at a time"
         return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, Poisson"
 
     def facts(self) -> Table:
-        """Rows that say which model was measured, and where."""
+        """Rows of the table that say which model was measured, and where."""
         parts = [str(self.about[name]) for name in ("model", "dtype") if name in self.about]
         if "parameters" in self.about:
             parts.insert(1, f"{self.about['parameters']:,} parameters")
@@ -269,7 +269,7 @@ class BenchReport:
         return Group(facts, Text(), rates, Text(), times)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws TTFT and inter-token latency as distributions, and the load over time, into a PNG, PDF or SVG.
+        """Plots the distributions of TTFT and inter-token latency, and the load over time, into a PNG, PDF or SVG.
 
         Raises ValueError as `check_plot` does.
         """
@@ -310,13 +310,13 @@ LABELS = {
     "delta_gap": "between two deltas",
     "e2el": "E2EL, to the last token",
 }
-"""The latencies of a report."""
+"""The latencies of a report, with their labels in the table."""
 
 
 def in_flight(
     served: Sequence[ServedRequest],
 ) -> tuple[Float64[np.ndarray, " times"], Float64[np.ndarray, " times"], Float64[np.ndarray, " times"]]:
-    """Times, and from each on the requests in flight and the tokens (prompt and output) of those that run."""
+    """Times, and from each on the number of requests in flight and of tokens (prompt and output) of running ones."""
     events: list[tuple[float, int, int]] = []
     for request in served:
         events += [(request.due, 1, 0), (request.end, -1, 0)]
@@ -331,7 +331,7 @@ def in_flight(
 
 
 def machine() -> dict[str, Any]:
-    """The machine that was measured on, its load, and the versions."""
+    """The machine that is measured, its load, and the versions of Python, JAX and ling3."""
     device = jax.devices()[0]
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -347,7 +347,7 @@ def machine() -> dict[str, Any]:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """ValueError if `BenchReport.plot` could not draw there: another suffix, or no such directory."""
+    """Raises ValueError if no plot can be written to `path`: the suffix is unknown, or there is no such directory."""
     path = pathlib.Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"plot: {path} ends in {path.suffix!r}, expected one of {', '.join(PLOT_SUFFIXES)}")
@@ -358,7 +358,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def _distribution(axes: "Axes", seconds: Sequence[float], xlabel: str, ylabel: str) -> None:
-    """The share of values up to each, with the median and the 99th percentile marked."""
+    """Plots the share of values up to each value, and marks the median and the 99th percentile."""
     axes.set(xlabel=xlabel, ylabel=f"{ylabel} up to this", ylim=(0, 1.03))
     axes.grid(alpha=0.3)
     if not seconds:

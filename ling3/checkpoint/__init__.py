@@ -1,4 +1,4 @@
-"""Bytes on disk and the module tree: `load` and `save`, and what a checkpoint's name stands for."""
+"""Reads checkpoints into module trees and writes them back: `load`, `save`, and the names of the weights."""
 
 from ling3.checkpoint.loading import load
 from ling3.checkpoint.names import weight_names

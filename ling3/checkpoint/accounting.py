@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files against those that its configuration asks for, before any of them is read."""
+"""Checks the tensors in a checkpoint's files against its configuration, before any weight is loaded."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ from ling3.leaves import ArrayLeaf
 from ling3.mesh.sharding import processes
 
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
-"""Tables of RoPE that checkpoints of older programs have, such as Llama 2. They follow from the configuration."""
+"""RoPE tables that older checkpoints store, such as Llama 2's. They follow from the configuration, so are ignored."""
 
 
 def account(
@@ -40,11 +40,11 @@ def account(
     wanted: np.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Every name, shape and dtype in the headers against what the configuration asks for, in both directions.
+    """Checks every name, shape and dtype in the headers against the configuration, in both directions.
 
-    Tables of RoPE are skipped, and so is what the family skips.
-
-    Then copies of tensors (a tied `lm_head`) against their originals, of which each process of a mesh compares a part.
+    RoPE tables and tensors that the family skips may be left over. A copy of a tensor (a tied `lm_head`) must equal the
+    original; on a mesh, each process compares its part of the bytes. `wanted` is the dtype to load floats in; with
+    None, all tensors of a stack must have one dtype. Raises CheckpointError with all problems, by kind.
     """
     missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
     expected, family = set(), families.family_of(config)
@@ -89,7 +89,7 @@ def account(
 
 
 def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTensors) -> Iterator[str]:
-    """If the leaf is one of `weight_shape`, the problem of each that is not its matrix's shape."""
+    """The problems of `weight_shape` tensors that do not hold the shape of their matrix; none for other leaves."""
     if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
         return
     shape = leaf.module.shape[-2:]
@@ -102,7 +102,7 @@ def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTens
 
 
 def _equal(tensor: StoredTensor, other: StoredTensor, mesh: Mesh | None) -> bool:
-    """True if two tensors are of one shape and dtype, and have the same bytes, of which each process compares some."""
+    """True if two tensors have the same shape, dtype and bytes; each process of the mesh compares its part of these."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
     mine, theirs = np.empty((2, 1, BLOCK), DTYPES[tensor.dtype])
@@ -132,7 +132,7 @@ def _hint(missing: list[str], left: list[str]) -> str:
 
 
 def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
-    """The types in which files may have a leaf: any float for a float, and for integers wider ones too."""
+    """The safetensors dtypes that a leaf may be stored in: its format's; else any float for floats, I64 too for I32."""
     if isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED:
         return leaf.module.STORED[leaf.field]
     own = next(name for name, dtype in DTYPES.items() if dtype == leaf.value.dtype)
@@ -140,5 +140,5 @@ def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
 
 
 def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str]:
-    """A tensor's file and its type there, by which neighbours are read together."""
+    """A tensor's file and stored dtype: consecutive tensors that agree in both are read together."""
     return tensor.file, tensor.dtype

@@ -1,4 +1,4 @@
-"""Tensors from files into arrays: block by block on several threads, widened and checked on the way."""
+"""Copies tensors from files into arrays, block by block on several threads, converting dtypes and checking values."""
 
 import itertools
 import threading
@@ -16,9 +16,9 @@ from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, read_stack
 from ling3.runtime.cores import cores
 
 BLOCK = 2**18
-"""Numbers in a block, which is read, checked and widened while it is in a core's cache; the most in a thread's task."""
+"""The most elements of a block or a task: few enough to be read, checked and converted within a core's cache."""
 THREADS = 8
-"""The most threads: more of them do not read faster, as memory bandwidth is the limit."""
+"""The most threads used: more do not read faster, because memory bandwidth is the limit."""
 
 _EXPONENTS = {
     "F32": np.uint32(0x7F800000),
@@ -27,29 +27,29 @@ _EXPONENTS = {
     "F8_E4M3": np.uint8(0x7F),
     "F8_E8M0": np.uint8(0xFF),
 }
-"""The bits of each type that are all set in infinities and NaN only; integers have none."""
+"""For each float dtype, the bits that are all set only in NaN and infinities; integers have no entry."""
 
 
 class Copy(NamedTuple):
-    """Rows of numbers of a stored tensor, and the array that receives them; one row, if they are contiguous.
+    """A copy of equally spaced rows of a stored tensor into the array `target`; one row, if they are contiguous.
 
-    One row may also have the numbers of a `stack` of tensors, one after the other.
+    With a `stack`, the one row holds the elements of all its tensors, one after the other.
     """
 
     tensor: StoredTensor
     target: Shaped[np.ndarray, "rows columns"]
     start: int
-    """Numbers of the tensor that come before those that are copied."""
+    """The element of the flattened tensor at which the copy begins."""
     stride: int
-    """Numbers of the tensor from the begin of one row to that of the next."""
+    """Elements of the tensor from the start of one row to the start of the next."""
     stack: Sequence[StoredTensor] = ()
-    """All of a stack, from `tensor` on: of one dtype and size, and in one file."""
+    """The tensors to concatenate, `tensor` first: all of one dtype and size, in one file. Empty for one tensor."""
     largest: float = 0.0
-    """Of scales: the largest magnitude of a number that they multiply. Else 0."""
+    """If the tensor holds scales, the largest magnitude that they multiply; else 0."""
 
     @no_type_check
     def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
-        """Where a block begins, by row and column, and its place."""
+        """The row and the column at which each block begins, and its view of `target`."""
         rows, columns = self.target.shape
         across = min(columns, BLOCK)
         down = max(1, BLOCK // max(1, across))
@@ -59,7 +59,7 @@ class Copy(NamedTuple):
 
     @no_type_check
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
-        """Fills `out` with the numbers as they are stored, from `start` on. Raises CheckpointError."""
+        """Fills `out` with the stored elements from `start` on. Raises CheckpointError if the file cannot be read."""
         if self.stack:
             read_stack(self.stack, start, out)
         else:
@@ -67,27 +67,27 @@ class Copy(NamedTuple):
 
 
 _Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
-"""A tensor, and one of its `blocks`."""
+"""A copy, and one of its `blocks`."""
 
 
 class Copied(NamedTuple):
-    """A copied block: its size in the file, and its tensors with wrong numbers (none if not checked)."""
+    """The result of copying one block: its bytes in the file and, if checked, the names of tensors with bad values."""
 
     nbytes: int
     infinite: Sequence[str] = ()
-    """Those that have NaN or infinity."""
+    """Names of the tensors that have NaN or infinity in this block."""
     scales: Mapping[str, float] = types.MappingProxyType({})
-    """Of scales: those with one that is not above 0, or at which products may be infinite, and that scale.
+    """Tensors with a bad scale, and that scale: negative, 0, or so large that products may overflow.
 
-    It is 0 only where there is no other such scale.
+    0 is reported only for a tensor without another bad scale in this block.
     """
 
 
 class Copier:
     """Copies tensors on as many threads as the process has cores, up to `THREADS`. Use it in a `with` statement.
 
-    Blocks are read straight into the array if the file has its dtype, else through one block of scratch memory per
-    thread. Leaving by an exception cancels the blocks that have not begun.
+    A block is read straight into the array if the file has its dtype, else converted from a scratch block of the
+    thread. Leaving the `with` statement cancels blocks that have not begun.
     """
 
     def __init__(self, check_finite: bool):
@@ -104,7 +104,7 @@ class Copier:
         self._threads.shutdown(cancel_futures=True)
 
     def run(self, copies: Sequence[Copy]) -> Iterator[Copied]:
-        """Every block of `copies`, in order, once it is copied. What is one task is done in the thread that asks.
+        """Copies all blocks of `copies` and yields their results in order. A single task runs in the calling thread.
 
         Raises CheckpointError if a file cannot be read: of several errors, that of the first block.
         """
@@ -121,12 +121,12 @@ class Copier:
         start = copy.start + row * copy.stride + column
         stored = copy.tensor.dtype
         dtype, exponent = DTYPES[stored], _EXPONENTS.get(stored)
-        if stored == "U8" and copy.tensor.name.endswith(".weight_scale"):  # E8M0 under another name
+        if stored == "U8" and copy.tensor.name.endswith(".weight_scale"):  # MXFP4's E8M0 scales, stored as U8
             exponent = _EXPONENTS["F8_E8M0"]
         if exponent is None:
             own = target if target.dtype == dtype else np.empty(target.shape, dtype)
             copy.read(start, own)
-            if own is not target:  # wider integers: what does not fit is as wrong as any number out of bounds
+            if own is not target:  # wider integers: clipped ones stay out of range, so later checks find them
                 info = np.iinfo(target.dtype)
                 target[:] = np.clip(own, info.min, info.max)
             return Copied(own.nbytes)
@@ -135,7 +135,7 @@ class Copier:
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
         copy.read(start, bits)
         if stored == "BF16" and target.dtype == np.float32:
-            # A bfloat16 is the upper half of the float32 of the same value; on integers numpy lets other threads run.
+            # A bfloat16 is the upper half of the float32 of the same value; numpy's integer shift releases the GIL.
             np.left_shift(bits, 16, out=target.view(np.uint32), dtype=np.uint32)
         elif target.dtype != dtype:
             target[:] = bits.view(dtype)
@@ -146,7 +146,7 @@ class Copier:
         return Copied(bits.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Scratch for a block's bits, and for their exponents."""
+        """This thread's scratch memory: for the bits of a block, and for their exponents."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
         read, masked = self._scratch.memory
@@ -154,7 +154,7 @@ class Copier:
 
 
 def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequence[str]:
-    """The tensors in which the wrong numbers of a block are, whose first number is at `start`."""
+    """The names of the tensors that have the `wrong` elements of a block whose first element is `start`."""
     if not copy.stack:
         return [copy.tensor.name]
     size = copy.target.size // len(copy.stack)
@@ -162,7 +162,7 @@ def _at(copy: Copy, start: int, wrong: Bool[np.ndarray, "rows columns"]) -> Sequ
 
 
 def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows columns"]) -> Mapping[str, float]:
-    """What `Copied` says of a block of scales, which are finite."""
+    """`Copied.scales` for a block of finite scales."""
     stored = target.view(DTYPES["F8_E8M0"]) if target.dtype == np.uint8 else target
     scales, names = stored.astype(np.float32).reshape(-1), [tensor.name for tensor in copy.stack or [copy.tensor]]
     most = float(ml_dtypes.finfo(np.float32 if stored.dtype.itemsize == 1 else stored.dtype).max) / copy.largest
@@ -176,7 +176,7 @@ def _wrong_scales(copy: Copy, start: int, target: Shaped[np.ndarray, "rows colum
 
 @no_type_check
 def _tasks(copies: Sequence[Copy]) -> Iterator[list[_Block]]:
-    """All blocks in order, small ones together: handing one to a thread takes longer than copying a few kilobytes."""
+    """All blocks in order, small ones in one task: handing a task to a thread takes longer than copying a few KB."""
     task: list[_Block] = []
     numbers = 0
     for copy in copies:

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from ling3.checkpoint import replacing
 
 CONFIGS = ("tiny", "flash")
-"""Published models of which the package has the `config.json` and no weights."""
+"""Published models whose `config.json` is in the package, without weights."""
 
 
 def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
 
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
-    existing directory is taken, or for `"tiny"` and `"flash"` the package's copy of the published `config.json`. What
-    cannot be a hub id (`.`, `/` or `~` in front, more than one slash, a `pathlib.Path`) is then an error without any
-    network access. Anything else is a hub id, `owner/name`: only its files that match `allow_patterns` are fetched,
-    into the hub's own cache, with progress on stderr, at `revision`, which is a branch, a tag or a commit and `main` by
-    default. If a `save` to the directory was killed while it moved its files, it is first completed or undone.
+    existing directory is used, or for `"tiny"` and `"flash"` the package's copy of the published `config.json`. A path
+    that does not exist and cannot be a hub id (a `pathlib.Path`, a leading `.`, `/` or `~`, more than one slash) is an
+    error, without network access. Anything else is a hub id, `owner/name`: only its files that match `allow_patterns`
+    are fetched, into the hub's cache, with progress on stderr, at `revision` (a branch, tag or commit; `main` by
+    default). If a `save` to a local directory was killed while it moved its files, it is first completed or undone.
 
-    Raises FileNotFoundError if there is nothing of that name or the hub cannot be reached, NotADirectoryError if
-    `path` is a file, PermissionError if the repository is gated, ValueError for an impossible name or for a `revision`
-    of something that is not on the hub, and other OSErrors if a killed `save` can be neither completed nor undone.
+    Raises FileNotFoundError if nothing has that name or the hub cannot be reached, NotADirectoryError if `path` is a
+    file, PermissionError if the repository is gated, ValueError for an invalid name or for a `revision` of a local
+    directory, and other OSErrors if a killed `save` can be neither completed nor undone.
     """
     directory = _local(path)
     if directory is None:
@@ -57,7 +57,7 @@ def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     if not name or "\0" in name:
         raise ValueError(f"{name!r} names no checkpoint: give a directory, a hub id such as 'owner/name', or 'nano'")
 
-    # Unlike pathlib's, these do not raise for an unknown user or a name that is too long.
+    # Unlike pathlib's methods, these do not raise for an unknown user or a name that is too long.
     directory = pathlib.Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(directory):  # noqa: PTH112
         replacing.recover(directory)

@@ -1,4 +1,4 @@
-"""From a published checkpoint to the module tree; `save` goes the other way."""
+"""Loads published checkpoints into module trees; `save` does the reverse."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ from ling3.runtime.progress import progress
 __all__ = ["CheckpointError", "load", "save", "weight_names"]
 
 EMBEDDING = "model.word_embeddings.weight"
-"""Its dtype is the model's."""
+"""The path of the embedding, whose dtype is the model's."""
 PATTERNS = ("config.json", "*.safetensors", shards.INDEX)
 
 
@@ -57,33 +57,34 @@ def load(
     check_finite: bool = True,
     dequantize: bool = False,
 ) -> CausalLM:
-    """The model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+    """Loads the model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
 
     `revision` is a branch, a tag or a commit of the hub's repository.
 
-    With `dtype` None every array has the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16` the matrices have
-    that one, and what the structure keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
+    With `dtype` None, every array keeps the dtype it is stored in. With `jnp.float32` or `jnp.bfloat16`, matrices get
+    that dtype, and what a model keeps in float32 (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
-    Quantized weights stay in their format in memory, whatever `dtype` says: it is that of the rest and of activations,
-    which are not rounded to 8 bits, though a checkpoint's servers may do so. Integers times their scales are rounded to
-    the dtype of the scales, but not in a model in float32: both as in transformers. With `dequantize` they become
-    matrices in `dtype`, or bfloat16 with `dtype` None, as the training of a model needs them.
+    Quantized weights stay in their format in memory, whatever `dtype` is: it applies to all other weights and to
+    activations, which are never rounded to 8 bits, though servers of such a checkpoint may do so. Integers times their
+    scales are rounded to the dtype of the scales, except in a float32 model, as in transformers. With `dequantize`,
+    quantized weights become dense matrices in `dtype` (bfloat16 if it is None), which training needs.
 
-    All headers are checked against the configuration before any weight is read: nothing may be missing or left over
-    but the multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal the embedding.
-    Files are read by all cores, block by block, straight into the arrays, so memory peaks at the model (on an
-    accelerator: at its largest array on the host); a progress bar goes to stderr when that takes over two seconds.
-    `check_finite` looks at every weight for NaN and infinity, and at every scale: it must be above 0, or at 0 multiply
-    nothing but zeros, and its products must be finite.
+    All headers are checked against the configuration before any weight is read: no tensor may be missing, and none left
+    over except RoPE tables and multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal
+    the embedding. Several threads read the files straight into the arrays, so memory peaks at the model's size (with an
+    accelerator, host memory at its largest array). A progress bar goes to stderr if this takes over two seconds.
+    `check_finite` rejects weights that are NaN or infinite, and scales whose products may overflow or that are not
+    above 0, unless a scale of 0 multiplies only zeros.
 
-    With a `mesh` the model lies on it, cut by the `rules` as in `ling3.mesh.place`. All processes of the mesh call this
-    at once. Each reads the bytes of its own devices' parts, every one once (of a tied `lm_head` also its share of the
-    comparison), and its memory peaks at these parts. What fails in one process fails in all: the others raise a
-    CheckpointError that names the process, its host and its error.
+    With a `mesh`, the model is sharded over it by `rules`, as in `ling3.mesh.place`. All processes of the mesh call
+    this at once. Each reads only the shards of its devices, every byte once (and its part of a tied `lm_head`, to
+    compare it), and its memory peaks at their size; with `dequantize`, each reads the entire model first. An error in
+    one process fails all: the others raise a CheckpointError that names the process, its host and its error.
 
-    Raises CheckpointError for files that are damaged or do not fit, ConfigError for a configuration of no known family,
-    `hub.resolve`'s errors where there is no checkpoint, MeshError for a model that cannot be cut so, and ValueError for
-    rules without a mesh, or a mesh without a device of this process.
+    Raises CheckpointError for files that are damaged or do not fit the configuration, ConfigError for an invalid
+    configuration or one of an unknown family, `hub.resolve`'s errors if there is no checkpoint, MeshError for a model
+    that cannot be sharded by the rules, and ValueError for another `dtype`, for rules without a mesh, or for a mesh
+    without a device of this process.
     """
     if dequantize:
         options = {"revision": revision, "check_finite": check_finite}
@@ -122,9 +123,9 @@ def load(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pauses Python's garbage collector, which looks through every object of the process again and again otherwise.
+    """Pauses Python's garbage collector, which would otherwise scan all objects of the process many times.
 
-    It is set off by the number of new objects, and a header has several for each of tens of thousands of tensors.
+    New objects trigger it, and a header creates several for each of tens of thousands of tensors.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -136,7 +137,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
-    """The model with each quantized matrix as one in `dtype`, and a config that says so."""
+    """The model with every quantized matrix as a dense one in `dtype`, and its config without quantization."""
 
     def dense(matrix: Any) -> Any:
         if not isinstance(matrix, QuantizedMatrix):
@@ -156,7 +157,7 @@ def _read(
     layout: Layout | None,
     check_finite: bool,
 ) -> list[jax.Array]:
-    """The arrays: all of each without a layout, else what this process has of it."""
+    """Reads the arrays: entire ones without a `layout`, else only the shards of this process's devices."""
     infinite: dict[str, None] = {}
     scales: dict[str, float] = {}
 
@@ -181,7 +182,7 @@ def _read(
         return array
 
     def placed(i: int) -> jax.Array:
-        # Zero-copy on the CPU: the buffer is aligned, and nobody else has it.
+        # Zero-copy on the CPU: the buffer is aligned, and nothing else refers to it.
         if layout is None:
             return jax.device_put(read(i, WHOLE, 0))
         return layout.array(i, parts[i][0].value.shape, functools.partial(read, i))
@@ -206,7 +207,7 @@ def _read(
 
 
 def _version(directory: pathlib.Path) -> tuple[int, int] | None:
-    """The identity of a `config.json`, to detect a replacement: `save` moves the old one away first."""
+    """The inode and mtime of `config.json`, to detect a replacement: `save` moves the old file away first."""
     try:
         status = (directory / "config.json").stat()
     except OSError:
@@ -237,12 +238,12 @@ def _copies(
     share: Share,
     number: int,
 ) -> Iterator[Copy]:
-    """What fills `array`, one part of a leaf: of each of its tensors the rows, or columns, that the part has."""
+    """The copies that fill `array`, shard `number` of a leaf: from each tensor, the rows or columns of that shard."""
     if share.axis is None:
         yield from _whole(weights, source, array)
         return
     first, end = share.spans[number]
-    array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0
+    array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0  # padding
     if share.axis == 0 and weights[0].expert is not None:
         yield from _whole(weights[first:end], source, array[: end - first])
         return
@@ -254,7 +255,7 @@ def _copies(
 
 
 def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) -> Iterator[Copy]:
-    """What fills `array` with all of a weight, or with a stack of them: neighbours of one kind in one file together."""
+    """The copies of an entire weight, or of a stack: consecutive tensors of one file and dtype are read together."""
     if weights and weights[0].expert is None:
         yield from _rows(weights[0], source, array)
         return
@@ -277,7 +278,7 @@ def _rows(
     first: int = 0,
     end: int = 0,
 ) -> Iterator[Copy]:
-    """A weight's way into its target: all of it, or along an axis of the `shape` that it has there a part of it."""
+    """The copy of a weight into `target`: all of it, or with a `shape` only `first` to `end` along an axis of that."""
     rows, stride, start, columns = 1, weight.size, 0, weight.size
     if shape:
         inner = math.prod(shape[axis + 1 :])
@@ -293,7 +294,7 @@ def _rows(
 def _stored_bytes(
     leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, share: Share, number: int
 ) -> int:
-    """What the tensors of a part of a leaf take in their files."""
+    """The bytes that shard `number` of a leaf has in the files."""
     first, end = (0, 1) if share.axis is None else share.spans[number]
     experts = share.axis == 0 and weights[0].expert is not None
     total = 0
@@ -304,7 +305,7 @@ def _stored_bytes(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialized array at an address that XLA's CPU backend takes over without a copy."""
+    """An uninitialized array, aligned so that XLA's CPU backend uses its memory without a copy."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,6 +1,6 @@
 """The published name and shape of each array of a model: the path in the module tree, with exceptions.
 
-EXCEPTIONS lists those that depend on the layer; `Family.published` and `Family.published_shape` are those of a family.
+EXCEPTIONS lists the exceptions of layers; `Family.published` and `Family.published_shape` add those of a family.
 """
 
 import math
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
     path: str
     expert: int | None = None
     also: tuple[tuple[int, ...], ...] = ()
-    """Other shapes in which checkpoints have it."""
+    """Other shapes in which checkpoints may store it."""
     whole: tuple[int, ...] | None = None
     """The shape of the whole tensor, if it holds other weights too."""
     start: int = 0
@@ -45,7 +45,7 @@ def _as_it_is(leaf: ArrayLeaf) -> Iterator[Weight]:
 
 
 def _one_by_one(leaf: ArrayLeaf) -> Iterator[Weight]:
-    """`experts.gate_proj.weight` [experts, …] is `experts.{e}.gate_proj.weight` […] for each expert e."""
+    """`experts.gate_proj.weight` [experts, …] is stored as `experts.{e}.gate_proj.weight` […] for each expert e."""
     experts, projection, field = leaf.path.rsplit(".", 2)
     (count, *rest), path = leaf.value.shape, leaf.path
     shape = tuple(rest)
@@ -54,19 +54,19 @@ def _one_by_one(leaf: ArrayLeaf) -> Iterator[Weight]:
 
 
 def _with_an_axis_of_one(leaf: ArrayLeaf) -> Iterator[Weight]:
-    """[channels, taps] is [channels, 1, taps], as PyTorch's depthwise convolutions have it."""
+    """[channels, taps] is stored as [channels, 1, taps], PyTorch's shape for depthwise convolutions."""
     channels, taps = leaf.value.shape
     yield Weight(leaf.path, (channels, 1, taps), leaf.path)
 
 
 def _also_four_dimensional(leaf: ArrayLeaf) -> Iterator[Weight]:
-    """[heads], which some checkpoints have as [1, 1, heads, 1]."""
+    """[heads], which some checkpoints store as [1, 1, heads, 1]."""
     shape = tuple(leaf.value.shape)
     yield Weight(leaf.path, shape, leaf.path, also=((1, 1, *shape, 1),))
 
 
 Parts = list[tuple[ArrayLeaf, tuple[Weight, ...]]]
-"""Arrays of a model, and the tensors that each is made of."""
+"""The arrays of a model, each with the published weights that fill it."""
 
 EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Iterator[Weight]]], ...] = (
     (lambda leaf: isinstance(leaf.module, Matrix) and leaf.axes[:1] == ("experts",), _one_by_one),
@@ -78,7 +78,7 @@ EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Itera
 
 def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
     """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
-    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key too is none
+    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key is traced too
 
 
 def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
@@ -116,6 +116,6 @@ def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
 
 
 def weight_names(config: Any) -> Iterator[Weight]:
-    """Every tensor that a checkpoint of `config` has, but for those of multi-token prediction."""
+    """Every tensor in a checkpoint of `config`, except those of multi-token prediction."""
     for leaf in array_leaves(structure(config)):
         yield from weights_of(leaf)

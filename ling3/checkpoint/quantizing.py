@@ -1,4 +1,4 @@
-"""From a checkpoint in floats to one in 8 or 4 bits, tensor by tensor from file to file."""
+"""Quantizes a float checkpoint to 8 or 4 bits, one tensor at a time, from file to file."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
 
 Format = Literal["int4", "int8", "fp8", "mxfp4"]
-"""What `quantize` writes."""
+"""The formats that `quantize` writes."""
 
 
 def quantize(
@@ -40,22 +40,22 @@ def quantize(
 ) -> None:
     """Write the checkpoint `source` to the directory `out` with its matrices in 8 or 4 bits, in a published layout.
 
-        int4, int8  compressed-tensors' pack-quantized: q = round(w / scale), scale = amax / ((2^bits - 1) / 2) of a
-                    `group` of 32 (the default) or 128 neighbours in a row, in the dtype of the weights
-        fp8         E4M3 with scale = amax / 448 for each block of 128 × 128, as DeepSeek-V3 and Ling-3 have it
-        mxfp4       compressed-tensors' mxfp4-pack-quantized: E2M1 with the exponent floor(log2 amax) - 2 for 32
+        int4, int8  compressed-tensors' pack-quantized: q = round(w / scale), scale = amax / ((2^bits - 1) / 2) of each
+                    `group` of 32 (the default) or 128 neighbours in a row; scales have the dtype of the weights
+        fp8         E4M3 with scale = amax / 448 for each block of 128 × 128, as in DeepSeek-V3 and Ling-3
+        mxfp4       compressed-tensors' mxfp4-pack-quantized: E2M1 with the exponent floor(log2 amax) - 2 for every 32
                     neighbours (OCP Microscaling Formats v1.0, §6.3)
 
-    Ties are rounded to even, and quotients are in float32. Embedding, norms, convolutions and routers stay as they are,
-    and so do the modules that `keep` names: one or several parts of a module's name (`lm_head`, `attention`,
-    `layers.0.mlp`), or a pattern from the start of the name (`re:…`).
+    Quotients are computed in float32, and ties are rounded to even. The embedding, norms, convolutions and routers stay
+    unchanged, and so do the modules that `keep` names: by one or several consecutive parts of their name (`lm_head`,
+    `attention`, `layers.0.mlp`), or by a regex from the start of the name (`re:…`).
 
-    One tensor at a time is in memory, beside the scales of a file. Atomic, as `save` is, which has `overwrite` and
-    `max_shard_bytes` too. The files of a tokenizer are copied.
+    Memory holds one tensor at a time, and the scales of one file. Atomic, like `save`, where `overwrite` and
+    `max_shard_bytes` are explained. The tokenizer's files are copied.
 
-    Raises CheckpointError if the source is quantized already, damaged or not finite, or if `out` is taken; ConfigError
-    for columns that do not divide into groups; ValueError for another format or group, and for a `keep` that names
-    nothing.
+    Raises CheckpointError if the source is quantized already, damaged, not finite or of a family that is never saved
+    quantized, or if `out` is taken; ConfigError for columns that do not divide into groups; ValueError for another
+    format or group, and for a `keep` that matches no matrix.
     """
     if to not in get_args(Format):
         raise ValueError(f"to: found {to!r}; expected one of {', '.join(get_args(Format))}")
@@ -96,13 +96,13 @@ def quantize(
 
 
 def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
-    """`keep` as patterns that compressed-tensors and transformers read alike. ValueError for one that names nothing."""
+    """`keep` as regexes that compressed-tensors and transformers read alike. Raises ValueError if one has no match."""
     modules = [
         name for leaf in array_leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)
     ]
     ignored = []
     for name in keep:
-        if name == "lm_head":  # a tied one is the embedding, which stays as it is, but a module for other programs
+        if name == "lm_head":  # a tied one has no matrix here, but other programs have a module of that name
             ignored.append(name)
             continue
         try:
@@ -118,7 +118,7 @@ def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
 
 
 def _parts(name: str) -> str:
-    """A pattern for modules with these parts in their name."""
+    """A regex for the names of modules that contain these consecutive parts."""
     return rf"(?:.*\.)?{re.escape(name)}(?:\.|$)"
 
 
@@ -127,7 +127,7 @@ def _modules(leaf: ArrayLeaf) -> Iterator[str]:
 
 
 def _config(to: str, group: int, ignore: list[str]) -> dict[str, Any]:
-    """The published `quantization_config`."""
+    """The `quantization_config` to write for this format."""
     if to == "fp8":
         skipped = [name.removeprefix("re:") for name in ignore]
         return {"quant_method": "fp8", **fp8.WRITTEN, "modules_to_not_convert": skipped}
@@ -146,16 +146,17 @@ def _config(to: str, group: int, ignore: list[str]) -> dict[str, Any]:
 
 
 def _origin(leaf: ArrayLeaf) -> str:
-    """The path of the array in floats that a tensor of a quantized matrix comes from."""
+    """The path of the source's array from which a tensor is computed or copied."""
     return f"{leaf.path.rpartition('.')[0]}.weight" if _is_new(leaf) else leaf.path
 
 
 def _is_new(leaf: ArrayLeaf) -> bool:
+    """True for a tensor that has to be computed: one of a quantized matrix."""
     return isinstance(leaf.module, QuantizedMatrix) and leaf.field in leaf.module.STORED
 
 
 def _dtype(leaf: ArrayLeaf, stored: Callable[[str], np.dtype]) -> np.dtype:
-    """What a tensor is written in: the dtype that it had, or that its matrix had if it is the scale of integers."""
+    """The dtype to write: the source's for copied tensors and for the scales of integers, else the format's."""
     if not _is_new(leaf) or "F16" in leaf.module.STORED[leaf.field]:
         return stored(_origin(leaf))
     return np.dtype(leaf.value.dtype)
@@ -166,14 +167,14 @@ def _with_dtype(leaf: ArrayLeaf, dtype: np.dtype) -> ArrayLeaf:
 
 
 class _Quantizer:
-    """The tensors of the new checkpoint, each as it is asked for; scales that come with others are kept until then."""
+    """Computes the new checkpoint's tensors on request; scales computed along with others are kept until their turn."""
 
     def __init__(self, tensors: StoredTensors, sources: Mapping[tuple[str, int | None], Weight]):
         self._tensors, self._sources = tensors, sources
         self._kept: dict[str, np.ndarray] = {}
 
     def tensor(self, leaf: ArrayLeaf, weight: Weight) -> np.ndarray:
-        """A tensor as it is stored."""
+        """The tensor `weight` as the new checkpoint stores it."""
         if (kept := self._kept.pop(weight.name, None)) is not None:
             return kept
         source = self._sources[_origin(leaf), weight.expert]
@@ -186,7 +187,7 @@ class _Quantizer:
         scale = next(field for field in tensors if "scale" in field)
         if leaf.field != scale:
             self._kept[f"{weight.name.rpartition('.')[0]}.{scale}"] = tensors[scale]
-            if scale == "weight_scale_inv":  # was asked for before, as wider types come first in a file
+            if scale == "weight_scale_inv":  # written already, as wider dtypes come first in a file
                 self._kept.clear()
         return tensors[leaf.field]
 
@@ -200,7 +201,7 @@ class _Quantizer:
 def _quantized(
     weight: Float[np.ndarray, "rows columns"], like: QuantizedMatrix, name: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The tensors of a matrix, under the fields of a matrix `like` it. CheckpointError for NaN and infinity."""
+    """The tensors of `weight` in the format of `like`, by field. Raises CheckpointError for NaN and infinity."""
     numbers = weight.astype(np.float32)
     if not np.isfinite(numbers).all():
         raise CheckpointError(f"{name}: has numbers that are NaN or infinite; fetch the file again")

@@ -33,9 +33,9 @@ _FIRST = "config.json"
 
 @contextlib.contextmanager
 def workspace(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty directory for the new files of the directory `target`, for `commit`; removed at the end.
+    """Yields an empty directory for the new files of the directory `target`, for `commit`; removes it at the end.
 
-    Removes what killed processes have left. Raises filelock.Timeout if another process saves here, and OSError.
+    Completes or undoes what killed processes left. Raises filelock.Timeout if another process saves here, and OSError.
     """
     beside = target.parent / f".{target.name}{WORK}"
     if target.is_dir():
@@ -52,7 +52,7 @@ def workspace(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
     """Moves the files in `new`, the `workspace` of `target`, into `target`, where they replace the files `old`.
 
-    Ctrl-C is held back meanwhile. Raises OSError, and leaves `target` as it was.
+    Ctrl-C is held back meanwhile. If this raises an OSError, `target` is as it was before.
     """
     work = new.parent
     if work.parent != target:
@@ -80,7 +80,7 @@ def commit(new: pathlib.Path, target: pathlib.Path, old: Iterable[str]) -> None:
 def recover(directory: pathlib.Path) -> None:
     """Completes or undoes a replacement in `directory` whose process was killed, if there is one.
 
-    Raises OSError if that fails, or if another process is replacing files and does not finish.
+    Raises OSError if that fails, or if another process is replacing files and does not finish within `PATIENCE`.
     """
     work = directory / WORK
     if not _is_directory(work) or not (_is_directory(work / _READY) or _is_directory(work / _OLD)):
@@ -98,7 +98,7 @@ def recover(directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _owned(work: pathlib.Path, timeout: float = 0) -> Iterator[pathlib.Path]:
-    """An empty directory `new` in `work`, which is settled and locked for this process."""
+    """Locks `work`, completes or undoes what a killed process left in it, and yields an empty directory `new` in it."""
     lock = filelock.FileLock(work / _LOCK)
     while not lock.is_locked:
         work.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _owned(work: pathlib.Path, timeout: float = 0) -> Iterator[pathlib.Path]:
 
 
 def _settle(work: pathlib.Path) -> None:
-    """Moves the files of `ready`, or else of `old`, to their directory."""
+    """Completes a replacement if there is `ready`, or else undoes it if there is `old`."""
     ready, old = work / _READY, work / _OLD
     if _is_directory(ready):
         _move(ready, work.parent)

@@ -1,4 +1,4 @@
-"""Reading and writing one safetensors file: its header is checked first, its tensors are read in parts."""
+"""Reads and writes one safetensors file: the header is checked first, and tensors can be read in parts."""
 
 import json
 import math
@@ -33,10 +33,10 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""The format's element types that can be read."""
+"""The dtypes of the format that can be read, by the format's names."""
 
 FLOATS = ("F32", "BF16", "F16")
-"""The types that weights may have."""
+"""The dtypes that unquantized weights may have."""
 
 HEADER_BYTES = 2**25
 """The largest header that is read: enough for 200,000 tensors."""
@@ -54,7 +54,7 @@ _FOREIGN = {
 
 
 class CheckpointError(QuotingError):
-    """A checkpoint that cannot be loaded as it should be; the message names the file, the key and what to do."""
+    """Raised for a checkpoint that cannot be loaded or saved; the message names the file, the tensor and what to do."""
 
 
 class OpenFile:
@@ -66,7 +66,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self._file)
 
     def header(self) -> tuple[dict, int]:
-        """The checked header, and the offset of the data. ValueError for what is no safetensors file, and OSError."""
+        """The checked header, and the data's offset. Raises ValueError if this is no safetensors file, and OSError."""
         head = os.pread(self._file, 32, 0)
         length = int.from_bytes(head[:8], "little")
         _check(self.path, head, length)
@@ -74,7 +74,7 @@ class OpenFile:
 
     @no_type_check
     def fill(self, left: memoryview, offset: int, name: str) -> None:
-        """Fills `left` with the bytes from `offset` on, which are some of the tensor `name`. Raises CheckpointError."""
+        """Fills `left` with the file's bytes from `offset` on, which are part of `name`. Raises CheckpointError."""
         while left:
             try:
                 count = os.preadv(self._file, [left], offset)
@@ -86,9 +86,9 @@ class OpenFile:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an open file: `dtype` is the format's own name, `start` a byte offset into the file.
+    """A tensor of an open file: `dtype` is the format's name for it, `start` a byte offset into the file.
 
-    For messages, `str` says its name and its file's.
+    `str` gives the names of the tensor and its file, for messages.
     """
 
     file: OpenFile
@@ -102,15 +102,14 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size in the file, in bytes."""
+        """The size in the file, in bytes; 0 for a dtype that cannot be read."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
 
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
-        """Fills the rows of `out` with the tensor's numbers from `start`, `start + stride`, … on.
+        """Fills row i of `out` with the tensor's elements from `start + i · stride` on, counted in row-major order.
 
-        Numbers are counted in row-major order. The rows of `out` are contiguous, and of the tensor's dtype, or of
-        another one of that size: the stored bytes are copied. Safe to call from several threads. Raises CheckpointError
-        if the file has been cut since it was opened.
+        Each row of `out` must be contiguous, in the tensor's dtype or another one of that size: the stored bytes are
+        copied. Thread-safe. Raises CheckpointError if the file cannot be read or was truncated since it was opened.
         """
         rows, columns = out.shape
         itemsize = DTYPES[self.dtype].itemsize
@@ -128,9 +127,9 @@ StoredTensors = dict[str, StoredTensor]
 
 @no_type_check  # called for every block of every stack of experts
 def read_stack(tensors: Sequence[StoredTensor], start: int, out: Shaped[np.ndarray, "rows columns"]) -> None:
-    """Fills the contiguous `out` with the numbers from `start` on of tensors of one file, dtype and size, end to end.
+    """Fills the contiguous `out` from the concatenation of `tensors` of one file, dtype and size, from `start` on.
 
-    Tensors that are neighbours in the file too are read at once. Else as `StoredTensor.read`.
+    Tensors that are adjacent in the file are read in one call. Otherwise like `StoredTensor.read`.
     """
     first = tensors[0]
     itemsize, size = DTYPES[first.dtype].itemsize, math.prod(first.shape)
@@ -150,8 +149,8 @@ def read_stack(tensors: Sequence[StoredTensor], start: int, out: Shaped[np.ndarr
 def open_file(path: str | os.PathLike[str]) -> StoredTensors:
     """The tensors of a safetensors file in the header's order; only the header is read.
 
-    The `safetensors` package checks it against the file (length, overlaps, holes, sizes); duplicate names are refused
-    too. Raises CheckpointError if the file is damaged or no safetensors file.
+    The `safetensors` package checks the header against the file (length, overlaps, holes, sizes); duplicate names are
+    refused too. Raises CheckpointError if the file is damaged or no safetensors file.
     """
     path = pathlib.Path(path)
     try:
@@ -178,7 +177,7 @@ def _check(path: pathlib.Path, head: bytes, length: int) -> None:
         with safetensors.safe_open(path, framework="numpy"):
             pass
     except (ValueError, safetensors.SafetensorError) as error:
-        # Not before: a valid file begins with its header's length, which may look like any of these.
+        # Only after that failed: a valid file begins with its header's length, which may look like any of these.
         for magic, what in _FOREIGN.items():
             if head.startswith(magic):
                 raise CheckpointError(f"{path}: this is {what}; expected a safetensors file") from error
@@ -188,7 +187,7 @@ def _check(path: pathlib.Path, head: bytes, length: int) -> None:
 
 
 def in_order(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> list[str]:
-    """The names as `write` asks for them."""
+    """The names in the order in which `write` writes the tensors."""
     return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
 
 
@@ -197,9 +196,10 @@ def write(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     read: Callable[[str], np.ndarray],
 ) -> None:
-    """Writes the `tensors`, of these dtypes and shapes, to `path` one by one: `read(name)` gives each when it is due.
+    """Writes tensors of these dtypes and shapes to `path`, one by one: `read(name)` returns each when it is its turn.
 
-    The data is on the disk when this returns. Wider types come first, so that every tensor is aligned to its own size.
+    Wider dtypes come first, so that every element is aligned. The file is synced to disk when this returns. Raises
+    ValueError if `read` returns another dtype or shape.
     """
     names = in_order(tensors)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""From the module tree to a published checkpoint, written whole or not at all."""
+"""Saves a module tree as a published checkpoint, atomically."""
 
 import dataclasses
 import errno
@@ -54,9 +54,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""What is copied from the checkpoint that a tokenizer comes from."""
+"""The files that are copied from the checkpoint `tokenizer_from`, if it has them."""
 TEMPLATES = "additional_chat_templates"
-"""A folder of templates, `*.jinja`, that is copied too."""
+"""A folder of chat templates, `*.jinja`, that is copied too."""
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _DTYPES = tuple(DTYPES[name] for name in FLOATS)
@@ -81,23 +81,24 @@ def save(
 ) -> None:
     """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
 
-    `export(load(x)) == x`, tensor by tensor; but multi-token-prediction layers, which `load` skips, are not there,
-    `num_nextn_predict_layers` is 0, and `A_log` has the shape that its family publishes ([heads] for Ling-3), whichever
-    was loaded. More than `max_shard_bytes` goes into several files with an index. The files of a tokenizer come from
-    the checkpoint `tokenizer_from`: by default the one that the model was loaded from, if that has them, and none with
-    None. `check_finite` refuses weights that are NaN or infinite, as `load` does.
+    Saving a loaded checkpoint of the published layout gives the same tensors, with three exceptions:
+    multi-token-prediction layers, which `load` skips, are missing (`num_nextn_predict_layers` is 0), a copy of a tied
+    `lm_head` is not repeated, and `A_log` has the shape that its family publishes ([heads] for Ling-3). More than
+    `max_shard_bytes` goes into several files with an index. The tokenizer's files are copied from the checkpoint
+    `tokenizer_from`: by default the one that the model was loaded from, if it has them; with None there are none.
+    `check_finite` refuses weights that are NaN or infinite, as `load` does.
 
-    An existing directory must be empty, or with `overwrite` a checkpoint: its configuration and weights are
-    replaced, where there is a tokenizer to save its tokenizer too, and every other file stays.
+    An existing directory must be empty, or with `overwrite` hold a checkpoint: its configuration and weights are
+    replaced, with a tokenizer to copy its tokenizer too, and every other file stays.
 
-    Atomic: everything is written to a hidden directory, in `path` or beside it, and takes its place at the end; on an
-    error all is as it was. If the process is killed just then, the next `load` or `save` completes or undoes it.
+    Atomic: all files are written to a hidden directory, in `path` or beside it, and moved into place at the end; after
+    an error all is as it was. If the process is killed meanwhile, the next `load` or `save` completes or undoes it.
 
-    A model on a mesh is saved as the same files. All processes of the mesh call this at once; the first one writes, and
-    has one array at a time in its memory. What fails in one process fails in all, as in `load`.
+    A sharded model is saved as the same files. All processes of the mesh call this at once; the first one writes, and
+    holds one array at a time in host memory. An error in one process fails all, as in `load`.
 
-    Raises CheckpointError when `path` is taken, another process saves there, or the model does not fit its
-    configuration or is not finite, and OSError when the files cannot be written.
+    Raises CheckpointError if `path` is taken, another process is saving there, or the model does not fit its
+    configuration or is not finite, and OSError if the files cannot be written.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
@@ -135,7 +136,7 @@ def replace(
     overwrite: bool,
     doing: str = "saving",
 ) -> None:
-    """Writes everything, and puts it in the place of what is there."""
+    """Writes the shards of `plan`, the config and the tokenizer, then moves them into `target`. Raises like `save`."""
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
@@ -162,7 +163,7 @@ def replace(
 
 
 def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
-    """The files in `target` that a new checkpoint replaces, and whether weights remain that are none of its own."""
+    """The files in `target` to replace, and whether other safetensors files remain. Raises CheckpointError if taken."""
     if not target.exists():
         return [], False
     if not target.is_dir():
@@ -189,19 +190,19 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
 
 
 class _Stored(NamedTuple):
-    """An array of the model that is saved."""
+    """One array of the model to save."""
 
     leaf: ArrayLeaf
-    """With the shape and dtype of the whole array."""
+    """The leaf, with the shape and dtype of the unsharded array."""
     value: jax.Array
     share: Share
     placement: Placement | None
 
     def whole(self) -> np.ndarray:
-        """All of it, in the process that writes, and nothing in others."""
+        """The unsharded array in the process that writes, and an empty one in the others."""
         if self.placement is not None:
             return gathered(self.value, self.share, self.placement.mesh)
-        # A copy, as a JAX array keeps the host's version of itself once it was asked for it.
+        # Of a copy, as a JAX array caches its conversion to numpy.
         return np.asarray(jnp.array(self.value, copy=True))
 
 
@@ -245,9 +246,9 @@ def _checked_arrays(model: CausalLM) -> list[_Stored]:
 
 
 def _statics(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What the modules have beside arrays: what they compute, which no tensor's shape tells.
+    """The static fields of all modules, by path: they change what is computed, and no tensor's shape shows them.
 
-    Not their names, nor `wide`, which follows from the dtype in which a quantized model is loaded.
+    Leaves out names, and `wide`, which follows from the dtype in which a quantized model is loaded.
     """
     if isinstance(node, tuple):
         for i, each in enumerate(node):
@@ -267,7 +268,7 @@ def _check_finite(found: list[_Stored]) -> None:
         if not jnp.issubdtype(leaf.value.dtype, jnp.floating):
             continue
         weights = tuple(weights_of(leaf))
-        by_expert = weights[0].expert is not None  # a row of its leaf
+        by_expert = weights[0].expert is not None  # then each weight is a row of the leaf
         where = None if placement is None else placement.sharding(PartitionSpec())
         finite = np.asarray(_are_finite(value, by_expert, where))
         finite = share.whole(finite) if by_expert and share.axis == 0 else finite
@@ -287,7 +288,7 @@ def _are_finite(stack: Shaped[Array, "..."], by_row: bool, where: NamedSharding 
 
 
 def plan_files(found: list[ArrayLeaf], max_shard_bytes: int) -> list[dict[str, tuple[ArrayLeaf, Weight]]]:
-    """Assigns tensors to files, in the tree's order."""
+    """Assigns tensors to files in the tree's order; a file exceeds `max_shard_bytes` only with a single tensor."""
     plan: list[dict[str, tuple[ArrayLeaf, Weight]]] = [{}]
     size = 0
     for leaf in found:
@@ -302,20 +303,20 @@ def plan_files(found: list[ArrayLeaf], max_shard_bytes: int) -> list[dict[str, t
 
 
 def _stored_dtype(leaf: ArrayLeaf) -> np.dtype:
-    """An array's own, but checkpoints have integers in 64 bits, unless they are words of a quantized matrix."""
+    """The dtype in the file: the array's, but int64 for int32, unless a quantized format allows only int32."""
     if (known := _dtypes(leaf)) and leaf.value.dtype == jnp.int32 and np.dtype(np.int64) not in known:
         return np.dtype(np.int32)
     return np.dtype(np.int64) if leaf.value.dtype == jnp.int32 else np.dtype(leaf.value.dtype)
 
 
 def _dtypes(leaf: ArrayLeaf) -> tuple[np.dtype, ...]:
-    """Those that a tensor of a quantized matrix may have; none for other arrays."""
+    """The dtypes that a format allows for a tensor of a quantized matrix; empty for other arrays."""
     stored = leaf.module.STORED.get(leaf.field, ()) if isinstance(leaf.module, QuantizedMatrix) else ()
     return tuple(DTYPES[name] for name in stored)
 
 
 def tokenizer_files(source: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
-    """The files of a checkpoint's tokenizer. CheckpointError without any."""
+    """The contents of a checkpoint's tokenizer files, by name. Raises CheckpointError if it has no tokenizer."""
     directory = hub.resolve(source, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"), revision)
     names = [*TOKENIZER_FILES, *(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))]
     try:
@@ -345,7 +346,7 @@ def _tokenizer(origin: Origin, source: str | os.PathLike[str] | bool | None) -> 
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Write a file; it is on the disk when this returns."""
+    """Writes a file and syncs it to disk."""
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(content)
@@ -386,7 +387,7 @@ def _write_shards(
 
 
 class _Reader:
-    """The tensors of a model, with at most one array in the host's memory; all processes ask for them in one order."""
+    """Reads a model's tensors with at most one array in host memory; all processes must read in the same order."""
 
     def __init__(self, found: list[_Stored], together: Together):
         self._found = {array.leaf.path: array for array in found}
@@ -394,7 +395,7 @@ class _Reader:
         self._held = "", np.empty(0)
 
     def whole(self, leaf: ArrayLeaf) -> np.ndarray:
-        """An array, in the process that writes, and nothing in others."""
+        """The unsharded array in the process that writes, and an empty one in the others."""
         if self._held[0] != leaf.path:
             self._held = "", np.empty(0)
             self._together.check()
@@ -402,7 +403,7 @@ class _Reader:
         return self._held[1]
 
     def tensor(self, leaf: ArrayLeaf, weight: Weight) -> np.ndarray:
-        """A tensor as it is stored."""
+        """The tensor `weight` as the checkpoint stores it."""
         whole = self.whole(leaf)
         array = (whole if weight.expert is None else whole[weight.expert]).reshape(weight.shape)
         return array.astype(_stored_dtype(leaf), copy=False)

@@ -1,4 +1,4 @@
-"""The scales of quantized matrices in a checkpoint: which tensors they are, and what those at 0 multiply."""
+"""The scales of quantized matrices in a checkpoint: which tensors they are, and whether scales of 0 are harmless."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from ling3.leaves import ArrayLeaf
 
 
 def is_scale(leaf: ArrayLeaf) -> bool:
-    """True for the scales of a quantized matrix, or of a stack."""
+    """True if the leaf holds the scales of a quantized matrix or of a stack of them."""
     return isinstance(leaf.module, QuantizedMatrix) and "scale" in leaf.field and leaf.field in leaf.module.STORED
 
 
 def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
-    """True if what the zeros of the scales `name` multiply is 0 too, as where weights were pruned."""
+    """True if scales of 0 in the tensor `name` multiply only zeros, as after pruning."""
     codes, scale = (field for field in leaf.module.STORED if field != "weight_shape")
     stored, scales = (_read(source[own]) for own in (f"{name.rpartition('.')[0]}.{codes}", name))
     zeros = jnp.asarray((scales.astype(np.float32) == 0).astype(scales.dtype))

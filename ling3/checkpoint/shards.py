@@ -13,19 +13,19 @@ SINGLE = "model.safetensors"
 INDEX_BYTES = 2**25
 """The largest index that is read: enough for 200,000 tensors."""
 MOST_FILES = 1000
-"""The most files of one checkpoint: each stays open while it is read, and many systems let a process open 1,024."""
+"""The most files of one checkpoint: all are open while it is read, and many systems let a process open 1,024."""
 
 _LISTED = 12
 
 
 def open_all(directory: pathlib.Path) -> StoredTensors:
-    """Every tensor in the opened file that holds it; only headers are read.
+    """Opens a checkpoint's safetensors files and returns their tensors by name; only headers are read.
 
-    With an index, the files are those that it names, and each tensor must be in the file that it says. Without one, it
-    is `model.safetensors`, or where there is none every `*.safetensors` in the directory. Other files are ignored, such
-    as adapters and other layouts of the same weights (`consolidated.safetensors`). File names are plain names in the
-    directory. A link may lead into the same repository's blobs in the hub's cache, and nowhere else. Pickled weights
-    (`.bin`, `.pt`) are never read.
+    With an index, the files are those that it names, and each tensor must be in the file that it gives. Without one,
+    `model.safetensors` is read or, if that is missing, every `*.safetensors` in the directory. Other files are ignored,
+    such as adapters and other layouts of the same weights (`consolidated.safetensors`). File names must be plain names
+    in the directory. A link may lead to another file in it or to the same repository's blobs in the hub's cache, and
+    nowhere else. Pickled weights (`.bin`, `.pt`) are never read.
 
     Raises CheckpointError, with all problems of a kind in one message.
     """
@@ -55,7 +55,7 @@ def open_all(directory: pathlib.Path) -> StoredTensors:
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
-    """An error message of several kinds of problems, each with its first items, cut to fit on one screen."""
+    """An error message with the first problems of each kind, cut to fit on one screen."""
     found = [(kind, items) for kind, items in problems if items]
     most = _LISTED
     while sum(2 + min(len(items), most) for _, items in found) > MOST_LINES - 2:
@@ -69,7 +69,7 @@ def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:
 
 
 def index(directory: pathlib.Path) -> dict[str, str] | None:
-    """The plain name of each tensor's file, from the directory's index; None without one. Raises CheckpointError."""
+    """The file name of each tensor, from the directory's index; None without one. Raises CheckpointError if invalid."""
     path = directory / INDEX
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""The matrices that a checkpoint has in few bits, where headers say so and its config does not (DeepSeek-V4)."""
+"""Finds the quantized matrices of a checkpoint from its files' headers, if its config does not say (DeepSeek-V4)."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ from ling3.formats import Fp4, Fp8, QuantizedMatrix, fp8
 from ling3.layers.linear import Matrix
 
 FORMATS: Mapping[str, type[QuantizedMatrix]] = {"F8_E4M3": Fp8, "I8": Fp4}
-"""The class of a matrix whose numbers have one of these types."""
+"""The format of a matrix, by the stored dtype of its `weight`."""
 
 
 def with_stored_formats(config: Any, source: StoredTensors) -> Any:
-    """The config with each matrix in the format that the files have it in: itself, if it says so already.
+    """The config with each matrix in the format that the headers show; unchanged if it agrees with them already.
 
-    CheckpointError for blocks of FP8 that would span several matrices of a stack.
+    Raises CheckpointError for FP8 blocks that would span several matrices of a stack.
     """
     if not family_of(config).formats_in_headers:
         return config
@@ -52,7 +52,7 @@ def with_stored_formats(config: Any, source: StoredTensors) -> Any:
 
 
 def _groups(stored: Mapping[str, type[QuantizedMatrix] | None]) -> tuple[SchemeGroup, ...]:
-    """The modules of each format: by a pattern where those of all layers and experts are alike, else by their names."""
+    """The modules of each format: as a regex where all layers and experts have the same one, else as names."""
     alike: dict[str, list[str]] = {}
     for module in stored:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(module).replace(r"\.", ".")), []).append(module)

@@ -1,4 +1,4 @@
-"""The `ling3` command line, a module for each command. Results go to stdout, everything else to stderr."""
+"""The `ling3` command line, one module per command. Results go to stdout, everything else to stderr."""
 
 import io
 import os
@@ -9,16 +9,16 @@ from typing import Any
 # ruff: noqa: PLC0415
 # Imports wait until they are needed: Ctrl-C is handled first, then the options are read, then JAX is imported.
 
-# Characters of an error message: a screen of 24 lines.
+# The most characters of an error message: a screen of 24 lines.
 LONGEST_ERROR = 24 * 80
 
 
 def process() -> int:
-    """`main` as a process: Ctrl-C ends it at once; characters that stdout cannot encode are escaped."""
+    """Runs `main` as a process: Ctrl-C ends it at once, and characters that stdout cannot encode are escaped."""
     from ling3.cli import interruption
 
     interruption.end_process()
-    # Streams are None where they are closed, as by >&-.
+    # A standard stream is None if it was closed, as with >&-.
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
     if sys.stdout is None:
@@ -31,10 +31,10 @@ def process() -> int:
 
 
 def _settle(debug: bool) -> None:
-    """Imports what commands need, so that the first token comes sooner.
+    """Imports what commands need, and prepares the process so that the first token comes sooner.
 
-    The garbage collector skips what is imported here. The package's functions do not check the types of each other's
-    arguments, except with --debug: the commands check what a user types.
+    The garbage collector skips the objects that exist by then. Without `debug` the package's functions do not check the
+    types of their arguments; the commands check what a user types.
     """
     import gc
 
@@ -48,10 +48,10 @@ def _settle(debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None = None) -> int:
-    """Runs the command line; `before` is called with --debug's value once the options are read.
+    """Runs the command line; `before` is called with the value of --debug once the options are read.
 
-    The exit code is 2 for what the user can mend, 1 for any other error, 130 after Ctrl-C and 141 if the reader of
-    stdout has closed it. An error is one line on stderr; with --debug it is raised instead.
+    The exit code is 2 for errors that the user can correct, 1 for others, 130 after Ctrl-C, and 141 if the reader of
+    stdout has closed it. An error is printed as one line on stderr; with --debug it is raised instead.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None, before: Callable[[bool], Any] | None
             raise
         return _failed(2, str(error) or type(error).__name__)
     except BaseException as error:
-        # Rust's panics are no Exception.
+        # Panics in Rust code derive from BaseException only.
         if "--debug" in argv:
             raise
         lines = str(error).strip().splitlines()
@@ -115,7 +115,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         before("--debug" in argv)
     module, devices = sys.modules[type(command).__module__], getattr(command, "devices", None)
     if isinstance(devices, Machines) and isinstance(command.common, Serving):
-        command.common.check(devices)  # before it waits for other processes
+        command.common.check(devices)  # before waiting for other processes
     if isinstance(devices, Machines) and devices.nnodes is not None:
         _keep_stdout()
     if isinstance(devices, Machines) and devices.connect():
@@ -125,10 +125,10 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
 
 
 def _keep_stdout() -> None:
-    """Leaves stdout to Python alone: libraries that connect processes write to its descriptor, and now to stderr."""
+    """Keeps stdout for Python alone: libraries that connect processes write to its descriptor, which now is stderr."""
     try:
         own, descriptor = sys.stdout, sys.stdout.fileno()
-    except (AttributeError, io.UnsupportedOperation):  # no file
+    except (AttributeError, io.UnsupportedOperation):  # stdout is not a file
         return
     sys.stdout = open(os.dup(descriptor), "w", encoding=own.encoding, errors=own.errors)  # noqa: SIM115, PTH123
     os.dup2(sys.stderr.fileno(), descriptor)
@@ -137,8 +137,8 @@ def _keep_stdout() -> None:
 def _failed(code: int, message: str, of_jax: bool = False) -> int:
     """Prints an error, at most a screen long, and returns the exit code.
 
-    Where several processes run the command the others hear of it. An error of JAX's may be that another process has
-    ended: then that one's is printed.
+    If several processes run the command, the error is reported to the others. A JAX error may mean that another process
+    has ended; then the error of that process is printed.
     """
     from ling3.runtime import quoting
 
@@ -152,7 +152,7 @@ def _failed(code: int, message: str, of_jax: bool = False) -> int:
 
 
 def _flush() -> None:
-    """Flushes stdout, or drops what it holds if the reader has closed it, as after `| head`."""
+    """Flushes stdout. If its reader has closed it, as after `| head`, drops the buffered output and raises again."""
     try:
         sys.stdout.flush()
     except OSError:

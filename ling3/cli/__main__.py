@@ -1,4 +1,4 @@
-"""`python -m ling3.cli` is `ling3`."""
+"""`python -m ling3.cli` runs the command line `ling3`."""
 
 import sys
 

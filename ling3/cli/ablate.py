@@ -1,4 +1,4 @@
-"""`ling3 ablate`: what each mechanism contributes to a model, as a table."""
+"""`ling3 ablate`: a table of what each mechanism contributes to a model."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal
@@ -14,32 +14,33 @@ if TYPE_CHECKING:
     from ling3.evals.skill_table import SkillRow
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablate(Command):
-    """Cut mechanisms out of a model one at a time, and ask what is left.
+    """Cut mechanisms out of a model one at a time, and measure what is left.
 
-    Measured are the perplexity of solutions, word problems of the kind that nano knows, asked alone, and the same at
-    the end of a long context.
+    The measures are the perplexity of solutions, and right answers to word problems of the kind that nano knows, alone
+    and at the end of a long context.
 
     ling3 ablate nano --suite gates --plot gates.png
     """
 
     common: Precise
     suite: Literal["gates", "decay", "memory", "layers", "experts", "all"] = "all"
-    """Output gates; KDA's decay; beta, convolutions and RoPE; attention layer by layer; experts; or all of them."""
+    """What to cut: output gates; KDA's decay; beta, convolutions and RoPE; attention layer by layer; experts; or
+    all."""
     questions: int = 200
-    """Held-out word problems to ask alone."""
+    """How many held-out word problems to ask alone."""
     recalls: int = 50
-    """How many of them to ask once more in a long context."""
+    """How many of them to ask again in a long context."""
     examples: int = 20
-    """Worked examples that make up this context."""
+    """How many worked examples make up this context."""
     skills: NamesOption = None
-    """Instead, ask held-out texts of nano's skills, a column for each: names with commas between them, or all."""
+    """Instead, test these skills of nano on held-out texts, a column each: comma-separated names, or all."""
     text: FileOption = None
-    """Measure the perplexity of this text (UTF-8; - for standard input), instead of solutions."""
+    """Measure the perplexity of this text instead of solutions (UTF-8; - for standard input)."""
     output: Output
 
 
@@ -100,14 +101,14 @@ def _cells(row: "SkillRow") -> str:
 
 
 def _names(skills: str) -> list[str]:
-    """The skills of the option."""
+    """The names of the skills in the option."""
     from ling3.train.nano.skills import SKILLS
 
     return list(SKILLS) if skills == "all" else skills.split(",")
 
 
 def _check(command: Ablate) -> None:
-    """ValueError for senseless options, before any work."""
+    """Raises ValueError for invalid options, before any work."""
     for name, least in (("questions", 1), ("recalls", 0), ("examples", 0)):
         value = getattr(command, name)
         if value < least:

@@ -1,4 +1,4 @@
-"""`ling3 bench`: the engine's speed."""
+"""`ling3 bench`: measures the speed of the engine or of a server."""
 
 import dataclasses
 import functools
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ling3.bench.report import BenchReport
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 REQUESTS = 64
-# A workload is drawn before it is measured, and as many tokens take some 4 GB.
+# A workload is drawn before it is measured, and this many tokens take some 4 GB.
 MOST_TOKENS = 10**8
 WIDTHS = tyro.conf.arg(metavar="[INT [INT ...]]", help_behavior_hint="")
 LENGTH = tyro.conf.arg(metavar="TOKENS|FIRST:LAST")
@@ -42,10 +42,10 @@ class EngineOptions(EngineSettings):
     token_paddings: Annotated[Sequence[int] | None, WIDTHS] = None
 
     def __post_init__(self) -> None:
-        """Leaves the check to `settings`, whose errors are those of a command and not of its parser."""
+        """Leaves the check to `settings`, so that errors come from the command and not from its parser."""
 
     def settings(self) -> EngineSettings:
-        """The settings; ValueError for senseless ones."""
+        """The options as EngineSettings. Raises ParameterError for invalid values."""
         return EngineSettings(**dataclasses.asdict(self))
 
 
@@ -60,38 +60,38 @@ class Bench:
 
     model: OptionalModel = None
     """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights. With --base-url it only
-    says which ids prompts are drawn from; without it, ids below 256."""
+    gives the vocabulary that prompts are drawn from; without it, ids are below 256."""
     common: Loading
     devices: Machines
     num_prompts: WholeNumber = None
-    """How many requests; 64 without it, or as many as --prompts has."""
+    """How many requests; by default 64, or as many as --prompts has."""
     input_len: Annotated[str, LENGTH] = "128"
-    """Tokens of each prompt; of a range, lengths are drawn evenly. Prompts are random token ids."""
+    """Tokens of each prompt, which are random ids; from a range, lengths are drawn evenly."""
     shared_prefix: WholeNumber = None
-    """Before these, as many random tokens that are the same in all prompts, as a long instruction is; 0 without it."""
+    """Random tokens before these, the same in all prompts, as a long instruction would be; by default 0."""
     output_len: Annotated[str, LENGTH] = "128"
     """New tokens of each request, likewise."""
     prompts: FileOption = None
-    """Real prompts instead: a text a line, or a *.jsonl with an object a line and "prompt" in it."""
+    """Real prompts instead: one text per line, or a *.jsonl with one object per line and "prompt" in it."""
     stop_at_eos: bool = False
-    """End at the model's own ends too; without it each output has its full length."""
+    """End at the model's end tokens too; by default each output has its full length."""
     request_rate: float = math.inf
     """Requests per second, as a Poisson process; inf sends all at once."""
     temperature: float = 0.0
     """0 takes the most likely token each time."""
     seed: int = 0
-    """Draws prompts, lengths, arrivals and samples."""
+    """The seed of prompts, lengths, arrivals and samples."""
     base_url: TextOption = None
-    """Measure the server of OpenAI's protocol at this address, which ends in /v1, and no engine here (extra: serve)."""
+    """Measure the server of OpenAI's protocol at this address, which ends in /v1, not an engine here (extra: serve)."""
     concurrency: Annotated[Sequence[int], WIDTHS] = ()
-    """So many requests at a time instead of --request-rate; several are measured one after the other,
-    each with random prompts of its own."""
+    """This many requests at a time, instead of --request-rate; several values are measured in turn, each with different
+    random prompts."""
     chat: bool = False
     """With --base-url: send --prompts as conversations."""
     served_model_name: TextOption = None
-    """With --base-url: what the server calls the model; without it, the first that it lists."""
+    """With --base-url: the server's name for the model; by default, the first that it lists."""
     api_key: TextOption = None
-    """With --base-url: the key it asks for; OPENAI_API_KEY without it, which others on the machine cannot see."""
+    """With --base-url: the server's API key; by default OPENAI_API_KEY, which others on the machine cannot see."""
     engine: EngineOptions
     output: Output
 
@@ -151,7 +151,7 @@ def _report(
 
 
 def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
-    """Measures a server, and prints the table; ValueError without the extra."""
+    """Measures a server and prints the table. Raises ValueError if the extra `serve` is not installed."""
     try:
         from ling3.bench import remote
     except ModuleNotFoundError as error:
@@ -165,7 +165,7 @@ def _ask_server(command: Bench, base_url: str, input_len: tuple[int, int], outpu
     _check_sizes(command, context, input_len, output_len)
     key = os.environ.get("OPENAI_API_KEY") if command.api_key is None else command.api_key
     server = remote.RemoteServer(base_url, command.served_model_name, key, command.chat)
-    # Without the key, which is part of the command line.
+    # The report has the command line, which must not show the key.
     about = {"command": shlex.join(["ling3", *_without_key(sys.argv[1:])])}
     _report(command, functools.partial(remote.measure_server, server, about=about), vocab, input_len, output_len)
 
@@ -181,7 +181,7 @@ def _without_key(arguments: Sequence[str]) -> list[str]:
 
 
 def _refuse(command: Bench, names: Sequence[str], why: str) -> None:
-    """ValueError if any of these options was given."""
+    """Raises ValueError if any of these options was given."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         if field.name not in names:
@@ -205,7 +205,7 @@ def _requests(
 
 
 def follow(command: Bench) -> None:
-    """The part of a process that is not the first."""
+    """Runs the command in a process that is not the first."""
     _source(command).follow()
 
 
@@ -223,7 +223,7 @@ def _count(command: Bench) -> int:
 
 
 def _check_sizes(command: Bench, context: int, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
-    """ValueError for a workload that context or memory has no room for, before any of it is drawn."""
+    """Raises ValueError if the workload does not fit in the context or in memory, before any of it is drawn."""
     from ling3.bench import measure as bench
 
     if command.seed < 0:
@@ -254,7 +254,7 @@ def _check_sizes(command: Bench, context: int, input_len: tuple[int, int], outpu
 
 
 def _bounds(text: str, name: str) -> tuple[int, int]:
-    """`128` or `16:256` as the first and the last length."""
+    """Parses `128` or `16:256` as the smallest and the largest length."""
     first, _, last = text.partition(":")
     try:
         return int(first), int(last or first)

@@ -16,9 +16,9 @@ from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumb
 from ling3.cli.terminal import compiling, show
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
-# Tokens of the longest conversation, unless --max-model-len says otherwise: memory for all of it is reserved.
+# Tokens of the longest conversation without --max-model-len: memory for all of them is reserved.
 CONTEXT = 32_768
 
 HELP = """\
@@ -34,28 +34,28 @@ LEAVE = "Ctrl-D or /quit leaves, /help says more."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(Command):
-    """Talk with a model; in the conversation, /help says what can be done.
+    """Talk with a model; in the conversation, /help lists the commands.
 
-    Piped to standard input, each line is a question, and the answers go to standard output.
+    If standard input is piped, each line is a question, and the answers go to standard output.
     """
 
     common: Loading
     devices: Machines
     system: TextOption = None
-    """The system's message, which begins the conversation."""
+    """The system message, which begins the conversation."""
     thinking: Thinking = "auto"
     """The template's thinking mode; auto is the template's own choice."""
     max_tokens: WholeNumber = None
-    """The most tokens of an answer. Without it, what the context has room for."""
+    """The most tokens of an answer; by default, what the context has room for."""
     max_model_len: WholeNumber = None
-    """The most tokens of the whole conversation. Without it, the model's context, but at most 32,768."""
+    """The most tokens of the conversation; by default the model's context, but at most 32,768."""
     seed: WholeNumber = None
-    """The same seed draws the same answers; without it each is drawn anew."""
+    """The same seed samples the same answers; without it, each answer is random."""
     sampling: Sampling
 
 
 def run(command: Chat) -> None:
-    """Talks until the input ends; then ValueError if questions from a pipe found no answer."""
+    """Talks until the input ends. Raises ValueError at the end if questions from a pipe were not answered."""
     from ling3.engine.settings import EngineSettings
     from ling3.serve import Engine
 
@@ -63,12 +63,12 @@ def run(command: Chat) -> None:
     params = command.sampling.params(max_tokens=most, seed=command.seed)
     source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
-    chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # without a template, an error at once
+    chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # raises now if there is no template
     model = source.load(tokenizer)
     context = command.max_model_len
     if context is None:
         context = min(CONTEXT, model.config.max_position_embeddings)
-    # For one reader: few tokens to a call, so that text flows, and the fewest rows with which a decode call is fast.
+    # For one reader: few decode steps per call, so that text flows, and the fewest rows with which a call is fast.
     engine = Engine(
         model,
         tokenizer,
@@ -106,7 +106,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """The lines typed at a terminal; Ctrl-C drops the line and says how to leave."""
+    """Yields the lines typed at a terminal; Ctrl-C drops the line and prints how to leave."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its line editing
 
@@ -129,7 +129,7 @@ def _piped() -> Iterator[str]:
 
 
 def _line() -> str:
-    """The next line typed; EOFError at the end. The prompt goes to stdout if that is a terminal, else to stderr."""
+    """Reads a typed line. Raises EOFError at the end. The prompt goes to stdout if it is a terminal, else to stderr."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ def _line() -> str:
 
 
 def _obey(line: str, conversation: Conversation, console: Console) -> None:
-    """Runs a command of the conversation."""
+    """Runs one of the commands that /help lists."""
     name, _, rest = line.strip().partition(" ")
     if name == "/params":
         try:
@@ -159,7 +159,7 @@ def _obey(line: str, conversation: Conversation, console: Console) -> None:
 
 
 def _answer(question: str, conversation: Conversation, console: Console, typed: bool) -> bool:
-    """Shows the answer as it comes; True if there was one. At a terminal, Ctrl-C stops the answer alone."""
+    """Shows the answer as it comes. Returns whether there was one. At a terminal, Ctrl-C stops only the answer."""
     reason, error, begun = None, None, False
     try:
         with contextlib.closing(conversation.ask(question)) as deltas:

@@ -1,4 +1,4 @@
-"""A conversation with a model, apart from any terminal: its turns, and how the next answer is sampled."""
+"""A conversation with a model, independent of a terminal: its turns, and how the next answer is sampled."""
 
 import dataclasses
 import shlex
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 # The token that ends the model's thoughts.
 THOUGHTS_END = "</think>"
-# The parameters that may change between answers, in the order in which they are shown, and what their values are.
+# Parameters that may change between answers, in the order in which they are shown, with the kind of value of each.
 SETTABLE = {
     **{
         name: each.noun
@@ -37,12 +37,12 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 class Unanswered(ValueError):
-    """A question found no answer; the conversation is as it was before it."""
+    """Raised by `Conversation.ask` for a question that could not be answered."""
 
 
 @dataclasses.dataclass
 class Conversation:
-    """The turns so far, each question with its answer, on an engine with this tokenizer."""
+    """The turns so far, questions and answers, and the engine and parameters for the next one."""
 
     engine: "Engine"
     tokenizer: "Tokenizer"
@@ -59,11 +59,12 @@ class Conversation:
         return self.tokens >= self.engine.max_model_len
 
     def ask(self, question: str) -> Generator["Delta", None, None]:
-        """The answer's deltas as they come.
+        """Yields the deltas of the answer to a question.
 
-        The turn is kept once the answer has ended, without the thoughts before it. If the caller leaves early, or
-        Ctrl-C is pressed, the text so far stays; if there is none, the question goes too.
-        Raises Unanswered if the context has no room, the template refuses the messages, or model or engine fails.
+        The turn is kept once the answer has ended, without its thoughts. If the caller leaves early, or Ctrl-C is
+        pressed, the text so far is kept; if there is none, the question is dropped too.
+        Raises Unanswered if the context has no room, the template refuses the messages, or the model or the engine
+        fails.
         """
         from jax.errors import JaxRuntimeError
 
@@ -94,7 +95,7 @@ class Conversation:
         self.turns, self.tokens = [], 0
 
     def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
-        """The ids of the system's message and these turns; Unanswered if they leave no room for an answer."""
+        """The token ids of the system message and the turns. Raises Unanswered if they leave no room for an answer."""
         room = self.engine.max_model_len
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
@@ -118,10 +119,10 @@ class Conversation:
 
 
 def with_settings(params: SamplingParams, words: str) -> SamplingParams:
-    r"""The parameters, changed by the `name=value` pairs of a line.
+    r"""Changes the parameters by the `name=value` pairs of a line.
 
     `stop` may be given several times, with \n for a newline, and `stop=` clears it. Raises ValueError for names that
-    cannot be set and for senseless values.
+    cannot be set and for invalid values.
     """
     values: dict[str, Any] = {}
     stops: list[str] = []
@@ -153,7 +154,7 @@ def settings_line(params: SamplingParams) -> str:
 
 
 def _words(line: str) -> Iterator[str]:
-    """The words of a line, split as by a shell except that a backslash escapes nothing."""
+    """Splits a line into words as a shell does, except that a backslash escapes nothing."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
     return iter(lexer)

@@ -1,4 +1,4 @@
-"""Options of commands: over how many devices a model lies, and in how many processes."""
+"""Options for the devices and processes over which a model is sharded."""
 
 import contextlib
 import dataclasses
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
     from ling3.mesh import Rules
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Over how many devices the model lies; on one without these."""
+    """How the model is sharded over devices; by default it is on one device."""
 
     tp: WholeNumber = None
-    """Devices that share the heads, channels and vocabulary of every layer; 1 without it."""
+    """Devices over which every layer's heads, channels and vocabulary are sharded; by default 1."""
     dp: WholeNumber = None
-    """Groups of so many devices, each with its own requests; 1 without it."""
+    """Groups of --tp devices, each with different requests; by default 1."""
     ep: WholeNumber = None
-    """Devices that share the experts: --tp of them, all of --dp times --tp, or --dp where each has all heads; as many
-    as --tp without it. With 1 the channels of every expert are shared instead."""
+    """Devices over which the experts are sharded: as many as --tp (the default), --dp, or --dp times --tp. With 1, the
+    channels of every expert are sharded instead."""
 
     def slots(self, requests: int) -> int:
-        """So many requests at once, or a few more, that each group of devices has as many."""
+        """`requests`, rounded up so that each group of devices has the same number of slots."""
         groups = self._size("dp")
         return -(-requests // groups) * groups
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """How many devices there are along ("data", "tensor"); None without options."""
+        """The sizes of the mesh's axes ("data", "tensor"); None if no option was given."""
         return None if self == type(self)() else (self._size("dp"), self._size("tp"))
 
     @property
     def count(self) -> int:
-        """The number of devices that the options ask for."""
+        """The number of devices that the options require."""
         return self._size("dp") * self._size("tp")
 
     def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
-        """The first of `devices` (JAX's own without them) as a mesh of ("data", "tensor"), and what is cut along it.
+        """The first of `devices` (by default JAX's) as a mesh with axes ("data", "tensor"), and its sharding rules.
 
-        None without options. ValueError for senseless numbers, and for more devices than there are.
+        None if no option was given. Raises ValueError for invalid numbers, and if there are too few devices.
         """
         import jax
 
@@ -63,7 +63,7 @@ class Devices:
         return jax.make_mesh(sizes, ("data", "tensor"), devices=devices[: self.count]), rules
 
     def rules(self) -> "Rules":
-        """The rules that say what is sharded along which axis; ValueError if no axes have --ep devices."""
+        """The rules that say what is sharded along which axis. Raises ValueError if no axes have --ep devices."""
         from ling3.mesh import Rules
 
         dp, tp = self._size("dp"), self._size("tp")
@@ -86,22 +86,22 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machines(Devices):
-    """Over how many devices the model lies, and in how many processes; on one device without these."""
+    """How the model is sharded over devices and processes; by default it is on one device."""
 
     tp: WholeNumber = None
-    """Devices that share the heads, channels and vocabulary of every layer; 1 without it, with --nnodes all."""
+    """Devices over which every layer's heads, channels and vocabulary are sharded; by default 1, with --nnodes all."""
     nnodes: WholeNumber = None
-    """Processes that run this command together, each with its own devices. The first one prints and writes."""
+    """How many processes run this command together. The first one prints and writes."""
     node_rank: WholeNumber = None
-    """With --nnodes: this process's number, from 0 on; NODE_RANK without it."""
+    """With --nnodes: the number of this process, from 0; by default NODE_RANK."""
     dist_init_addr: TextOption = None
-    """With --nnodes: HOST:PORT of the first process; DIST_INIT_ADDR without it. If neither is set, both are found from
-    Slurm, Open MPI, Kubernetes or a TPU pod."""
+    """With --nnodes: HOST:PORT of the first process; by default DIST_INIT_ADDR. If neither the number nor the address
+    is set, both come from Slurm, Open MPI, Kubernetes or a TPU pod."""
 
     def connect(self) -> bool:
-        """Connects this process with the others, if there are any; True if it is not the first.
+        """Connects this process with the others, if there are any. Returns True if it is not the first.
 
-        ValueError for options that do not fit together.
+        Raises ValueError for options that do not fit together.
         """
         import os
 
@@ -133,7 +133,7 @@ class Machines(Devices):
         return jax.process_index() > 0
 
     def mesh(self, devices: Sequence[Any] | None = None) -> "tuple[Mesh, Rules] | None":
-        """The same; of several processes all devices are to be used."""
+        """Like `Devices.mesh`; also raises ValueError if several processes would leave devices unused."""
         import jax
 
         if self.nnodes is not None and self.count < len(found := jax.devices()):
@@ -151,9 +151,9 @@ class Machines(Devices):
 
 
 def fake_devices(count: int) -> None:
-    """Makes the CPU as many devices, and JAX's default; only before JAX has looked for devices."""
+    """Makes JAX use the CPU as `count` devices; only works before JAX has looked for devices."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    with contextlib.suppress(RuntimeError):  # it has: `Devices.mesh` says if there are too few
+    with contextlib.suppress(RuntimeError):  # it has looked: `Devices.mesh` raises if there are too few
         jax.config.update("jax_num_cpu_devices", count)

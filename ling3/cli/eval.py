@@ -22,41 +22,41 @@ if TYPE_CHECKING:
     from ling3.evals.run import Score
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking(Command):
-    """Options that both examinations of questions have."""
+    """Options that both benchmarks of questions share."""
 
     common: Serving
     devices: Machines
     prompts: FileOption = None
-    """Questions ready to be asked: a JSON list of {"prompt": …, "answer": …}, or an object a line."""
+    """Complete prompts: a JSON list of {"prompt": …, "answer": …}, or one object per line."""
     questions: FileOption = None
-    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL. "Question:" is a --stop then."""
+    """Instead, the questions of the public data set: Parquet, as on the hub, or JSONL. "Question:" is then a --stop."""
     examples: FileOption = None
-    """With --questions: the data set's rows to show as worked examples."""
+    """With --questions: the data set's file of rows to show as worked examples."""
     shots: WholeNumber = None
-    """With --questions: how many of them before each question; 4 without it."""
+    """With --questions: how many worked examples come before each question; by default 4."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """Where the predictions go, a JSON line for each. An interrupted run is resumed."""
+    """The file for the predictions, one JSON line each. An interrupted run is resumed."""
     limit: WholeNumber = None
-    """Ask only the first of them."""
+    """Ask only this many questions, the first ones."""
     max_tokens: int = 2000
     """The most new tokens of an answer; fewer if the model's context has no room for them."""
     seed: int = 0
-    """At a temperature, question i samples from seed + i."""
+    """At a temperature above 0, question i samples with seed + i."""
     sampling: Sampling
     chat: bool = False
-    """Each prompt is a user's message, put into the checkpoint's chat template."""
+    """Put each prompt into the checkpoint's chat template, as a user message."""
     thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
     max_running_requests: int = 64
-    """Questions that are answered at once."""
+    """How many questions are answered at once."""
     overlap: bool = False
-    """Plan the next turn while the device works on this one: faster, with the same answers. Without it the engine's
-    settings are those of Ling-3's own evaluation."""
+    """Plan the next turn while the device works on this one: faster, with the same answers. By default the engine's
+    settings are those of Ling-3's published evaluation."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -79,7 +79,7 @@ class MmluPro(Asking):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(Command):
-    """Measure how well the model predicts a text: each token once, with as much before it as a window holds.
+    """Measure how well the model predicts a text: each token once, from as much text before it as a window holds.
 
     ling3 eval perplexity MODEL TEXT
     """
@@ -87,18 +87,18 @@ class Perplexity(Command):
     common: Loading
     devices: Machines
     text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
-    """The file of the text, in UTF-8; - for standard input."""
+    """A text file in UTF-8; - for standard input."""
     context: WholeNumber = None
-    """Tokens of a window; without it, 4096 or what the model's context has room for."""
+    """Tokens of a window; by default 4096, or the model's context if that is less."""
     stride: WholeNumber = None
-    """How far the next window moves, and how many tokens it scores; without it, half a window."""
+    """How far the window moves each time, and how many tokens it scores; by default half a window."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Skills(Command):
-    """Examine the model in nano's skills: held-out texts, each answer right or wrong as a whole.
+    """Test nano's skills on held-out texts; an answer is right only if all of it is.
 
     ling3 eval skills nano --only recall,positions
     """
@@ -106,16 +106,16 @@ class Skills(Command):
     common: Loading
     devices: Machines
     only: NamesOption = None
-    """Names of skills with commas between them; without it, all."""
+    """Comma-separated names of skills; by default, all."""
     questions: int = 500
-    """Held-out texts of each skill."""
+    """How many held-out texts of each skill."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Evaluate a model: word problems, questions of choice, nano's skills, perplexity."""
+    """Evaluate a model: word problems, multiple-choice questions, nano's skills, perplexity."""
 
     task: (
         Annotated[Gsm8k, tyro.conf.subcommand("gsm8k")]
@@ -131,12 +131,12 @@ class Eval:
 
     @property
     def devices(self) -> Machines:
-        """Over how many the model lies."""
+        """The options for the devices and processes."""
         return self.task.devices
 
 
 def run(command: Eval) -> None:
-    """Prints the result; its last line is the score."""
+    """Runs the evaluation and prints the result; the last line is the score."""
     task = command.task
     if isinstance(task, Perplexity):
         _perplexity(task)
@@ -153,7 +153,7 @@ def run(command: Eval) -> None:
 
 
 def follow(command: Eval) -> None:
-    """The part of a process that is not the first: of a text, and of skills, all compute the same."""
+    """Runs the command in a process that is not the first. All processes compute perplexity and skills."""
     if isinstance(command.task, Perplexity):
         _measured(command.task)
     elif isinstance(command.task, Skills):
@@ -200,7 +200,7 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
 
 
 def _check(command: Asking) -> None:
-    """ValueError for senseless options, before any work."""
+    """Raises ValueError for invalid options, before any work."""
     if (command.prompts is None) == (command.questions is None):
         raise ValueError("give either --prompts, questions ready to be asked, or --questions, those of the data set")
     for name in ("examples", "shots"):
@@ -226,7 +226,7 @@ def _questions(command: Asking, parse: "Parser", build: "Callable[..., list[Ques
 
 @contextlib.contextmanager
 def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
-    """A progress bar with the accuracy so far, on a terminal; it is called with each score."""
+    """A progress bar with the accuracy so far, on a terminal; yields a function to call with each score."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (

@@ -1,4 +1,4 @@
-"""Files that commands read and write: where results go, and texts."""
+"""Files that commands read and write: results, texts and prompts."""
 
 import dataclasses
 import json
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from ling3.evals.skill_table import SkillTable
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where the numbers go besides, or instead of, the table."""
+    """Where to write the numbers, besides the table or instead of it."""
 
     json: FileOption = None
-    """Write the numbers there as JSON; - prints them instead of the table."""
+    """Write the numbers as JSON to this file; - prints them instead of the table."""
     plot: FileOption = None
-    """Draw them there (PNG, PDF or SVG)."""
+    """Plot them into this file (PNG, PDF or SVG)."""
 
     def check(self) -> None:
-        """ValueError for files that could not be written, before any work."""
+        """Raises ValueError for files that cannot be written, before any work."""
         from ling3.bench.report import check_plot
 
         if self.json not in (None, "-"):
@@ -43,7 +43,10 @@ class Output:
             raise ValueError(f"--json and --plot name the same file, {self.json}: give two")
 
     def write(self, report: "BenchReport | Levels | AblationReport | SkillTable", width: int) -> None:
-        """Prints the table, of at least `width` columns since rich leaves out what does not fit, or JSON; the files."""
+        """Prints the table, or JSON, and writes the files.
+
+        The table has at least `width` columns, since rich leaves out what does not fit.
+        """
         if self.json == "-":
             print_json(report.to_dict(), indent=1)
         else:
@@ -56,7 +59,7 @@ class Output:
 
 
 def check_directory(option: str, path: str) -> None:
-    """ValueError if `option` names no file, or one in no directory: before the work whose result would go there."""
+    """Raises ValueError unless `path` names a file in an existing directory; called before the work is done."""
     if not path:
         raise ValueError(f"{option}: it is empty, expected the name of a file")
     if pathlib.Path(path).is_dir():
@@ -67,7 +70,7 @@ def check_directory(option: str, path: str) -> None:
 
 
 def read_text(path: str) -> str:
-    """The text of a file in UTF-8, or of standard input for -; ValueError if it is not UTF-8."""
+    """Reads a UTF-8 file, or standard input for -. Raises ValueError if it is not UTF-8."""
     content = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
     try:
         return content.decode("utf-8")
@@ -76,7 +79,7 @@ def read_text(path: str) -> str:
 
 
 def prompt_from_stdin() -> str:
-    """The prompt of a command without -p; ValueError if nothing is piped to it."""
+    """Reads the prompt of a command without -p. Raises ValueError if nothing is piped to standard input."""
     text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     if not text:
         raise ValueError("no prompt: give one with -p, or pipe it to standard input")

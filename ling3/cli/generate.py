@@ -1,4 +1,4 @@
-"""`ling3 generate`: prompts in, text out."""
+"""`ling3 generate`: continues prompts and prints the text."""
 
 import dataclasses
 import sys
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ling3.engine.settings import EngineSettings
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 MAX_TOKENS = 256
-# Prompts that run at once; the others wait.
+# The most prompts that run at once; the others wait.
 MOST_SLOTS = 64
-# Rows of a decode call: one gains nothing over two, and more than 16 slow a CPU down.
+# Rows of a decode call: one is no faster than two, and more than 16 slow a CPU down.
 FEWEST_ROWS, MOST_ROWS = 2, 16
-# A prefill call has the first of these widths that holds the longest prompt, or its chunks.
+# Sizes of a prefill call: the first one that holds the longest prompt, else the last, for chunks of it.
 WIDTHS = (16, 128, 512)
 
 
@@ -41,17 +41,17 @@ class Generate(Command):
     common: Serving
     devices: Machines
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(aliases=["-p"], metavar="TEXT")] = ()
-    """A text to continue; may be given several times. Without one, standard input is the prompt."""
+    """A text to continue; may be given several times. By default, standard input."""
     chat: bool = False
-    """Each prompt is a user's message, put into the checkpoint's chat template."""
+    """Put each prompt into the checkpoint's chat template, as a user message."""
     system: TextOption = None
-    """The system's message, with --chat."""
+    """The system message, with --chat."""
     thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
     max_tokens: WholeNumber = None
-    """The most new tokens for each prompt. Without it, 256 or what the model's context has room for."""
+    """The most new tokens for each prompt; by default 256, or fewer if the model's context has no room for them."""
     seed: int = 0
-    """Prompt i samples from seed + i."""
+    """Prompt i samples with seed + i."""
     sampling: Sampling
     json: bool = False
     """Print one JSON object per prompt, as each is done, instead of the text."""
@@ -67,20 +67,20 @@ class _Row:
     prompt: str
     ids: list[int]
     has_text: bool
-    """False without a tokenizer: token ids take the place of the text."""
+    """False without a tokenizer: token ids are shown instead of text."""
     text: str = ""
     shown: int = 0
     completion: "Completion | None" = None
 
     def take(self, delta: "Delta") -> None:
-        """Adds what is new."""
+        """Adds the text or token ids of a delta."""
         self.text += delta.text if self.has_text else "".join(f"{token} " for token in delta.token_ids)
         if delta.output is not None:
             self.completion = delta.output.outputs[0]
 
 
 def run(command: Generate) -> None:
-    """Prints each prompt's continuation; FloatingPointError, after all of them, for those that ended in an error."""
+    """Prints the continuation of each prompt. Raises FloatingPointError at the end if some ended in an error."""
     from ling3.engine.sampling_params import check_prompt, check_room
 
     if command.logprobs is not None and not command.json:
@@ -125,7 +125,7 @@ def run(command: Generate) -> None:
 
 
 def _settings(prompts: int, longest: int, max_tokens: int) -> "EngineSettings":
-    """An engine of just the size for so many prompts at once."""
+    """Settings for an engine just large enough for this many prompts at once."""
     from ling3.engine.settings import EngineSettings
 
     width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
@@ -139,7 +139,10 @@ def _settings(prompts: int, longest: int, max_tokens: int) -> "EngineSettings":
 
 
 def _show(rows: list[_Row], current: int, console: Console, command: Generate) -> int:
-    """Shows what is new of the first unfinished row, and those after it that have finished; the unfinished one then."""
+    """Prints the new text of row `current`; if it has finished, goes on with the next ones.
+
+    Returns the first unfinished row.
+    """
     while current < len(rows):
         row = rows[current]
         if not command.json:
@@ -157,7 +160,7 @@ def _show(rows: list[_Row], current: int, console: Console, command: Generate) -
 
 
 def _head(rows: list[_Row], index: int, console: Console, command: Generate) -> None:
-    """Shows a prompt, which its continuation follows on the same line if both are on a terminal."""
+    """Prints a prompt; on a terminal, and without --chat, its continuation follows on the same line."""
     if index < len(rows) and not command.json:
         if len(rows) > 1:
             console.print(Text(f"\nprompt {index + 1} of {len(rows)}", "bold"))
@@ -188,7 +191,7 @@ def _result(row: _Row, completion: "Completion") -> dict[str, Any]:
 
 
 class _Clock:
-    """Times the new tokens, without what is compiled between them; `compiled` seconds were before."""
+    """Measures the time of new tokens without compilation; before it started, `compiled` seconds were spent on that."""
 
     def __init__(self, compiled: float) -> None:
         self.begin, self.compiled = time.perf_counter(), compiled
@@ -196,14 +199,14 @@ class _Clock:
         self.total = 0
 
     def take(self, delta: "Delta") -> None:
-        """Counts what is new."""
+        """Counts the tokens of a delta, and notes the time."""
         self.last = time.perf_counter() - self.begin
         self.first = self.first or self.last
         self.total += len(delta.token_ids)
 
     def summary(self, compiled: float) -> str:
-        """The rate is over everything but compiling, `compiled` seconds in all: prefill is in it."""
-        # A replica that compiles for less time than those before it lowers a fleet's number.
+        """The tokens per second, including prefill but not compilation, which took `compiled` seconds in all."""
+        # A fleet reports the minimum over its replicas, which falls if another one compiles for less time.
         seconds = self.last - max(0.0, compiled - self.compiled)
         return (
             f"{self.total} tokens in {seconds:.2f} s, the first after {self.first:.2f} s: "

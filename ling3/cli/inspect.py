@@ -1,4 +1,4 @@
-"""`ling3 inspect`: a checkpoint's module tree, layers and memory, and what it takes of many devices."""
+"""`ling3 inspect`: a checkpoint's module tree, layers and memory, and what it needs on many devices."""
 
 import dataclasses
 import importlib.util
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from ling3.interpret.plan import MeshReport
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
-# Columns without a terminal, so that lines for grep and files are not wrapped.
+# Columns if stdout is not a terminal, so that lines for grep and files are not wrapped.
 WIDE = 160
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planning:
-    """An engine on many devices, on paper: needs none of them."""
+    """A plan for an engine on many devices, none of which need be there."""
 
     plan: bool = False
-    """Lower and compile an engine's programs for so many devices, in bfloat16: the bytes of each device, what they send
-    each other, and the least time by published rates. The devices are fake ones on the CPU."""
+    """Lower and compile an engine's programs for this many devices, in bfloat16, and show the bytes on each device, the
+    communication, and the least time by published rates. The devices are fake ones on the CPU."""
     topology: TextOption = None
-    """Compile for a slice of TPUs instead, such as v6e:4x4, by their own compiler: pip install libtpu."""
+    """Compile for a TPU slice instead, such as v6e:4x4, with the TPU compiler: pip install libtpu."""
     max_running_requests: int = 64
-    """Requests that run at once."""
+    """How many requests run at once."""
     max_model_len: WholeNumber = None
-    """Tokens of each, prompt and output; without it 8,192, or the model's context if that is less."""
+    """Tokens of each request, prompt and output; by default 8,192, or the model's context if that is less."""
     chunked_prefill_size: int = 512
-    """Prompt tokens of a prefill call."""
+    """Prompt tokens of one prefill call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Inspect(Command):
     for the published configurations."""
     common: Common
     kernels: bool = False
-    """Show which form each operator runs on here, and why a kernel does not suit; compiles the kernels in C++."""
+    """Show which form of each operator runs here, and why a kernel does not suit; compiles the C++ kernels."""
     json: bool = False
     """Print one JSON object."""
     devices: Devices
@@ -61,7 +61,7 @@ class Inspect(Command):
 
 
 def run(command: Inspect) -> None:
-    """Prints the report, or the plan."""
+    """Prints the report on the checkpoint, the plan, or the kernels."""
     planning = command.planning
     if not planning.plan and (command.devices != Devices() or planning.topology is not None):
         raise ValueError("--tp, --dp, --ep and --topology are for --plan: give it too")
@@ -99,12 +99,12 @@ def _plan(command: Inspect, report: "ModelReport") -> "MeshReport":
 
 
 def _tpus(name: str) -> list[Any]:
-    """The devices of a slice, for their compiler alone."""
+    """The devices of a TPU slice, for compiling only."""
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("--topology needs libtpu, the TPUs' compiler: pip install libtpu, or leave --topology out")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would ask Google's cloud which machine this is
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks Google's cloud which machine this is
     try:
         return list(topologies.get_topology_desc(name, "tpu").devices)
     except Exception as error:

@@ -15,12 +15,12 @@ _last: list[Callable[[], object]] = []
 
 
 def do_last(step: Callable[[], object]) -> None:
-    """Has Ctrl-C do this too, in whichever thread ends the process; it is quick, and its errors are dropped."""
+    """Registers a quick step that Ctrl-C runs, in any thread, before the process ends; its errors are dropped."""
     _last.append(step)
 
 
 def end_process() -> None:
-    """From now on Ctrl-C ends the process, also while C++ code imports, loads or compiles something.
+    """Makes Ctrl-C end the process from now on, even while C++ code imports, loads or compiles something.
 
     A KeyboardInterrupt would wait for that code, crash in it, or be swallowed by a callback of the garbage collector.
     If Ctrl-C is ignored, as under nohup, it stays ignored.
@@ -37,7 +37,7 @@ def end_process() -> None:
 
 
 def raise_again() -> None:
-    """Undoes `end_process`: Ctrl-C raises KeyboardInterrupt, which a conversation catches."""
+    """Undoes `end_process`: Ctrl-C raises KeyboardInterrupt again, which a conversation catches."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +53,7 @@ def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     if not _ending.acquire(blocking=False):
         return
     try:
-        # A progress bar hides the cursor.
+        # A progress bar may have hidden the cursor.
         os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"\ninterrupted\n")
         for step in _last:
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Options of commands: which model, and its weights and tokenizer, loaded."""
+"""Options for the model of a command, and loading its weights and tokenizer."""
 
 import dataclasses
 import pathlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class Loading(Common):
     """Options for weights, and for how errors are shown."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The matrices' type; auto is as stored, and bfloat16 for random weights."""
+    """The dtype of the matrices; auto is the stored one, and bfloat16 for random weights."""
     random_weights: bool = False
-    """Draw weights at random. MODEL may then be a directory without weights, or a config.json; where it has no
-    tokenizer, prompts of `ling3 generate` are token ids, as in -p "5 17 3"."""
+    """Draw random weights. MODEL may then be a directory without weights, or a config.json; without a tokenizer,
+    prompts of `ling3 generate` are token ids, as in -p "5 17 3"."""
     weights_seed: WholeNumber = None
-    """With --random-weights: what they are drawn from; 0 without it."""
+    """With --random-weights: their seed; by default 0."""
 
     def source(self, model: str, devices: "Devices | None" = None) -> "ModelSource":
-        """Where MODEL and its tokenizer come from; a branch of the hub is resolved to a commit now."""
+        """Where MODEL and its tokenizer come from. A hub branch is resolved to a commit at once."""
         from ling3.checkpoint import hub
 
         path, seed = model, None
@@ -61,22 +61,22 @@ class Precise(Loading):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where a command's model and tokenizer come from, both of one commit."""
+    """Where a command's model and tokenizer come from; both are of the same commit."""
 
     name: str
-    """MODEL, as it was given."""
+    """MODEL as the user gave it."""
     path: str
-    """`ling3.load`'s path; the directory if a config.json was given."""
+    """The path for `ling3.load`: the directory, if a config.json was given."""
     revision: str | None
-    """The commit, for a hub id."""
+    """The commit of a hub id."""
     dtype: str
     seed: int | None
-    """What random weights are drawn from; None for the checkpoint's own."""
+    """The seed of random weights; None for the checkpoint's weights."""
     devices: Devices | None = None
-    """Where the model lies; None for one device."""
+    """How the model is sharded; None for one device."""
 
     def config(self) -> Any:
-        """The model's configuration, without its weights."""
+        """Reads the model's configuration, without its weights."""
         from ling3.checkpoint import hub
         from ling3.families import read_config
 
@@ -84,13 +84,13 @@ class ModelSource:
         return read_config(given if given.is_file() else hub.resolve(self.path, ("config.json",), self.revision))
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer; FileNotFoundError if there is none."""
+        """Loads the tokenizer. Raises FileNotFoundError if there is none."""
         from ling3.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.path, revision=self.revision)
 
     def tokenizer_if_any(self) -> "Tokenizer | None":
-        """The tokenizer, or None for a checkpoint without one."""
+        """Loads the tokenizer; returns None if the checkpoint has none."""
         try:
             return self.tokenizer()
         except FileNotFoundError:
@@ -99,7 +99,10 @@ class ModelSource:
     def load(
         self, tokenizer: "Tokenizer | None", mesh: "Mesh | None" = None, rules: "Rules | None" = None
     ) -> "CausalLM":
-        """The model, which has to fit the tokenizer; on a mesh if one is given, or else where `devices` says."""
+        """Loads the model, on `mesh` if it is given, else on the mesh of `devices`.
+
+        Raises ValueError if the tokenizer does not fit the model.
+        """
         import jax.numpy as jnp
 
         from ling3 import checkpoint
@@ -118,7 +121,7 @@ class ModelSource:
         return model
 
     def _random(self, seed: int, dtype: "DTypeLike", mesh: "Mesh | None", rules: "Rules | None") -> "CausalLM":
-        """A model of random weights; ValueError if they do not fit into the free memory."""
+        """A model with random weights. Raises ValueError if these do not fit in the free memory."""
         import jax
 
         from ling3.checkpoint.names import structure
@@ -127,7 +130,7 @@ class ModelSource:
 
         config = self.config()
         arrays = jax.tree.leaves(structure(config, dtype))
-        # Each array is drawn in float32: its random bits, their values, and these scaled are there at once.
+        # Each array is drawn in float32: its random bits, their values and the scaled values are in memory at once.
         needed = sum(array.size * array.dtype.itemsize for array in arrays) + 12 * max(array.size for array in arrays)
         if needed > (free := free_bytes()):
             raise ValueError(
@@ -138,7 +141,7 @@ class ModelSource:
         return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules)
 
     def follow(self, before: "Callable[[CausalLM], Any] | None" = None) -> None:
-        """This process's part in what the first one does with the model, `before` it asks the engine anything."""
+        """Runs the engine in a process that is not the first; `before` is called with the model first."""
         from ling3.serve import Engine
 
         tokenizer = self.tokenizer_if_any()
@@ -149,17 +152,17 @@ class ModelSource:
         engine.follow()
 
     def introduce(self, model: "CausalLM", console: Console) -> None:
-        """Prints which model runs on which devices."""
+        """Prints the model's name, size and dtype, and the platform."""
         import jax
 
         self.say(model.parameters, model.dtype.name, jax.default_backend(), console)
 
     def say(self, parameters: int, dtype: str, where: str, console: Console) -> None:
-        """Says how large the model is."""
+        """Prints the model's name, size and dtype, and where it runs."""
         kind = "parameters" if self.seed is None else "random parameters"
         console.print(Text(f"{self.name}: {count(parameters)} {kind}, {dtype}, on {where}", "bold"), soft_wrap=True)
 
 
 def follow(command: Any) -> None:
-    """The part of a process that is not the first in a command."""
+    """Runs a command's engine in a process that is not the first."""
     command.common.source(command.model, command.devices).follow()

@@ -1,4 +1,4 @@
-"""`ling3 look`: a forward pass as a page to look into."""
+"""`ling3 look`: writes a page that shows a forward pass."""
 
 import dataclasses
 import pathlib
@@ -13,34 +13,34 @@ from ling3.cli.options import Command, TextOption, Thinking, hint_at_chat, promp
 from ling3.cli.terminal import compiling
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look(Command):
     """Write a page that shows a forward pass: what each layer does with each token.
 
-    It is one file without a network, for any browser, by pointer or keyboard: decays and half-lives, what is written
-    and read, attention maps, experts, the logit lens and norms.
+    The page is one file that works offline in any browser, with pointer or keyboard. It shows decays and half-lives,
+    what is written and read, attention maps, experts, the logit lens and norms.
 
     ling3 look nano --chat -p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?" --out look.html
     """
 
     common: Precise
     prompt: Annotated[TextOption, tyro.conf.arg(aliases=["-p"])] = None
-    """The text to look into. Without it, standard input is."""
+    """The text to look into; by default, standard input."""
     chat: bool = False
-    """The prompt is a user's message, put into the checkpoint's chat template."""
+    """Put the prompt into the checkpoint's chat template, as a user message."""
     system: TextOption = None
-    """The system's message, with --chat."""
+    """The system message, with --chat."""
     thinking: Thinking = "auto"
     """The template's thinking mode, with --chat; auto is the template's own choice."""
     new_tokens: int = 0
-    """Let the model go on by so many of its likeliest tokens, and look into these too."""
+    """Continue the text by this many of the model's likeliest tokens, and show these too."""
     longest: int = 256
-    """The most tokens, prompt and new ones. The page grows with their square."""
+    """The most tokens, prompt and new ones. The page's size grows with their square."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """The page (HTML)."""
+    """The file for the page (HTML)."""
 
 
 def run(command: Look) -> None:

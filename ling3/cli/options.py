@@ -1,4 +1,4 @@
-"""Options that the commands share: how they are read, how tokens are chosen, and what every command has."""
+"""Options that the commands share: how they are parsed, how tokens are sampled, and what every command has."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
-    """How an optional value is read; the help text says what happens without it.
+    """How tyro parses an optional value, whose help text says what happens without it.
 
-    tyro's own form of `int | None` shows NoneType in its help and accepts the text "None".
+    tyro's default for `int | None` shows NoneType in its help and accepts the text "None".
     """
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -31,7 +31,7 @@ def _optional(metavar: str, read: Callable[[str], Any]) -> tyro.constructors.Pri
 
 
 def whole_number(word: str) -> int:
-    """The number; ValueError, in words for a user, if it is not a number."""
+    """Parses a whole number. Raises ValueError, with a message for users, for anything else."""
     try:
         return int(word)
     except ValueError:
@@ -50,7 +50,7 @@ Thinking = Literal["auto", "on", "off"]
 
 
 def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: Thinking) -> list[int]:
-    """The prompt for `messages`, by the checkpoint's chat template; `auto` is the template's own choice."""
+    """The token ids of `messages` in the checkpoint's chat template, which with "auto" chooses the thinking mode."""
     if thinking == "auto":
         return tokenizer.apply_chat_template(messages)
     return tokenizer.apply_chat_template(messages, enable_thinking=thinking == "on")
@@ -59,9 +59,10 @@ def chat_ids(tokenizer: "Tokenizer", messages: list[dict[str, str]], thinking: T
 def prompt_ids(
     tokenizer: "Tokenizer | None", prompt: str, *, chat: bool, system: str | None, thinking: Thinking
 ) -> list[int]:
-    """The ids of a text, or with `chat` of a user's message in the chat template; ValueError for options without it.
+    """The token ids of a text or, with `chat`, of a user message in the chat template.
 
-    Without a tokenizer the text has to be token ids, with blanks between them.
+    Without a tokenizer the text must be token ids, separated by blanks. Raises ValueError for other texts, and for the
+    options of `chat` without it.
     """
     if not chat and (system is not None or thinking != "auto"):
         raise ValueError("--system and --thinking are for --chat")
@@ -82,13 +83,13 @@ def prompt_ids(
 
 
 def hint_at_chat(tokenizer: "Tokenizer | None", chat: bool, console: "Console") -> None:
-    """Says on a terminal that a text is continued as it stands, where the checkpoint has a chat template."""
+    """Prints on a terminal that a text is continued as it stands, if the checkpoint has a chat template."""
     if not chat and tokenizer is not None and tokenizer.chat_templates and console.is_terminal:
         console.print("The text is continued as it stands; --chat asks it as a question.", style="dim")
 
 
 def _common() -> Any:
-    """A dataclass with an option for each parameter of the engine that all commands and the server share."""
+    """A dataclass with an option for each engine parameter that all commands and the server share."""
     options = []
     for name, each in parameters(SamplingParams).items():
         if each.common:
@@ -100,13 +101,13 @@ def _common() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(_common()):
-    """How tokens are chosen, and where a text ends."""
+    """How tokens are sampled, and where a text ends."""
 
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """End a text before this string; may be given several times."""
 
     def params(self, **others: Any) -> SamplingParams:
-        """The options and `others` as SamplingParams; ParameterError for senseless values."""
+        """The options and `others` as SamplingParams. Raises ParameterError for invalid values."""
         return SamplingParams(**{**dataclasses.asdict(self), **others})
 
 
@@ -123,6 +124,6 @@ class Common:
     """Options for the version of the checkpoint, and for how errors are shown."""
 
     revision: TextOption = None
-    """A branch, a tag or a commit, where MODEL is a hub id; the branch main without it."""
+    """A branch, a tag or a commit, if MODEL is a hub id; by default the branch main."""
     debug: bool = False
-    """Show the traceback of an error, and check the types of what functions are given."""
+    """Show the traceback of an error, and check the types of functions' arguments."""

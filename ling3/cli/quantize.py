@@ -1,4 +1,4 @@
-"""`ling3 quantize`: a checkpoint in 8 or 4 bits."""
+"""`ling3 quantize`: writes a checkpoint in 8 or 4 bits."""
 
 import dataclasses
 import sys
@@ -7,12 +7,12 @@ from typing import Literal
 from ling3.cli.options import Command, Common, WholeNumber
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize(Command):
-    """Write a checkpoint with its matrices in 8 or 4 bits, in a published layout, one tensor after the other.
+    """Write a checkpoint with its matrices in 8 or 4 bits, in a published layout, tensor by tensor.
 
     ling3 quantize nano --to int4 --out nano-int4
     """
@@ -20,15 +20,15 @@ class Quantize(Command):
     common: Common
     to: Literal["int4", "int8", "fp8", "mxfp4"]
     """int4 and int8: compressed-tensors' pack-quantized; fp8: E4M3 with a scale for each 128 x 128 block; mxfp4: E2M1
-    with an exponent for 32 neighbours in a row."""
+    with an exponent for each 32 consecutive numbers of a row."""
     out: str
-    """The directory for the new checkpoint; it must be empty, or not there, without --overwrite."""
+    """The directory for the new checkpoint; without --overwrite it must be empty or not exist."""
     overwrite: bool = False
-    """Replace the checkpoint that is in the directory; files that are none of its own stay."""
+    """Replace the checkpoint in the directory; files that are not part of it stay."""
     group: WholeNumber = None
-    """Of int4 and int8: neighbours in a row that share a scale, 32 or 128; 32 without it."""
+    """With int4 and int8: consecutive numbers of a row that share a scale, 32 or 128; by default 32."""
     keep: str = "lm_head"
-    """Modules that stay as they are, by parts of their names or patterns (re:...), with commas between them."""
+    """Modules that stay as they are: comma-separated parts of their names, or patterns (re:...)."""
 
 
 def run(command: Quantize) -> None:

@@ -15,7 +15,7 @@ from ling3.cli.options import Command, FileOption, TextOption
 from ling3.cli.terminal import compiling
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,30 +32,29 @@ class Serve(Command):
     port: int = 8000
     """The port; 0 takes a free one."""
     api_key: TextOption = None
-    """All requests but /health have to give this key; others on the machine can see it, so a file is better."""
+    """All requests but those for / and /health need this key; others on the machine can see it, so a file is better."""
     api_key_file: FileOption = None
-    """Or one of the keys in this file, one a line."""
+    """Or one of the keys in this file, one per line."""
     served_model_name: TextOption = None
-    """What clients call the model; without it, the last part of MODEL."""
+    """The model's name for clients; by default, the last part of MODEL."""
     root_path: str = ""
-    """The path under which a proxy shows the server."""
+    """The path under which a proxy serves this server."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="ORIGIN")] = ()
-    """Pages of this origin (* is any) may ask from a browser (CORS); may be given several times."""
+    """Pages of this origin (* is any) may send requests from a browser (CORS); may be given several times."""
     allow_unknown_fields: bool = False
-    """Ignore fields of requests that the server does not know, as front-ends of other servers send them; without it
-    they are refused by name."""
+    """Ignore unknown fields of requests, which front-ends of other servers send, instead of refusing them by name."""
     allow_host: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
-    """A name (* is any) under which the server may be asked besides --host and localhost, as behind a proxy; may be
-    given several times."""
+    """A host name (* is any) that requests may use besides --host and localhost, as behind a proxy; may be given
+    several times."""
     timeout: int = 600
-    """Seconds that a request may take, from its first byte to its answer's last."""
+    """Seconds that a request may take, from the end of its headers to the last byte of its answer."""
     drain: int = 30
-    """Seconds that running requests have after SIGTERM."""
+    """Seconds that running requests have to finish after SIGTERM."""
     engine: EngineOptions
 
 
 def run(command: Serve) -> None:
-    """Serves until a signal; ValueError without the extra."""
+    """Serves until a signal. Raises ValueError if the extra `serve` is not installed, and for invalid options."""
     try:
         from ling3.server.app import build
         from ling3.server.origins import Hosts
@@ -73,7 +72,7 @@ def run(command: Serve) -> None:
     if command.drain < 0:
         raise ValueError(f"--drain is {command.drain}, expected at least 0 seconds")
     bound = bind(command.host, command.port)  # before the model is loaded, to report a port in use at once
-    # What the slots take waits for the next turn, too.
+    # Requests for which slots are free also wait in the queue, until the next turn.
     most = command.engine.max_queue + command.engine.max_running_requests
     settings = dataclasses.replace(command.engine.settings(), max_queue=most)
     source = command.common.source(command.model, command.devices)
@@ -87,7 +86,7 @@ def run(command: Serve) -> None:
     name = command.served_model_name or pathlib.Path(command.model).name
     service = Service(engine, tokenizer, name, command.allow_unknown_fields)
     app = build(service, keys, command.allow_origin, command.timeout, hosts)
-    bound.listen()  # before it is said: what connects from now on is served
+    bound.listen()  # before the address is printed: connections from now on are served
     host = f"[{command.host}]" if ":" in command.host else command.host
     console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
     interruption.raise_again()
@@ -95,7 +94,7 @@ def run(command: Serve) -> None:
 
 
 def _keys(command: Serve) -> list[str]:
-    """The API keys; ValueError for one that is blank, and for a file without any."""
+    """The API keys. Raises ValueError for a blank key, and for a file without keys."""
     keys = [] if command.api_key is None else [command.api_key.strip()]
     if "" in keys:
         raise ValueError("--api-key is blank, expected a key; leave the option out to serve without one")

@@ -1,4 +1,4 @@
-"""Options of commands: one engine, or a fleet of them."""
+"""Options for one engine or a fleet of engines."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ling3.text.tokenizer import Tokenizer
 
 # ruff: noqa: PLC0415
-# What a command needs is imported when it runs, so that help and errors come at once.
+# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Serving(Loading):
     """Options for weights, the number of engines, and how errors are shown."""
 
     replicas: WholeNumber = None
-    """Share the prompts among so many engines, each in a process of its own (extra: fleet), with the same answers."""
+    """Share the prompts among this many engines, each in a separate process (extra: fleet), with the same answers."""
     ray_address: TextOption = None
-    """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; without it they run
+    """With --replicas: the Ray cluster to run them on, as HOST:PORT, or auto for this machine's; by default they run
     here."""
 
     def check(self, devices: Machines) -> None:
-        """ValueError for senseless options, before any work."""
+        """Raises ValueError for options that do not fit together, before any work."""
         if self.replicas is not None and devices.nnodes is not None:
             raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
         if self.replicas is not None and self.replicas < 1:
@@ -45,7 +45,7 @@ class Serving(Loading):
     def serve(
         self, source: ModelSource, tokenizer: "Tokenizer | None", settings: "EngineSettings", console: Console
     ) -> "Iterator[Served]":
-        """Loads the model, says which it is, and serves it."""
+        """Loads the model, prints a line about it, and yields an engine or a fleet."""
         from ling3.evals.predictions import fingerprint
         from ling3.serve import Engine
 
@@ -59,11 +59,11 @@ class Serving(Loading):
         yield Served(Engine(model, tokenizer, settings), lambda: fingerprint(model))
 
     def _fleet(self, replicas: int, source: ModelSource, settings: "EngineSettings") -> "Fleet":
-        """Replicas, each over as many devices as `source` names."""
+        """A fleet of replicas, each on the devices that `source` describes."""
         from ling3.cli import descendants
         from ling3.fleet import Fleet
 
-        # On Ctrl-C: Ray's agents would outlive this process by a minute and more.
+        # On Ctrl-C: Ray's agents would outlive this process by more than a minute.
         interruption.do_last(descendants.kill)
         devices = source.devices or Devices()
         mesh, rules = (None, None) if devices.sizes is None else (devices.sizes, devices.rules())

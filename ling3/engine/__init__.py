@@ -1,1 +1,1 @@
-"""Continuous batching: the loop, its scheduler, the pool on the device, requests and what becomes of them."""
+"""The parts of the engine around its loop (`serve.py`): scheduler, memory pool, programs, sampling and requests."""

@@ -1,8 +1,8 @@
-"""The engine's thread: it alone touches the loop, and callers exchange messages with it.
+"""The engine's thread: only this thread touches the loop, and callers exchange messages with it.
 
-It takes messages in their order, between turns and while the device works on one. The loop turns while somebody waits
-for a turn or for deltas, and rests otherwise. Callers wait in their own threads, where Ctrl-C interrupts them as it
-would any wait: the turn in the engine's thread is completed all the same.
+It handles messages in order, between turns and while the device works on a turn. The loop runs while a caller waits for
+a turn or for deltas, and is idle otherwise. Callers wait in their own threads, so Ctrl-C interrupts their wait at once;
+the turn in progress is completed all the same.
 """
 
 import asyncio
@@ -23,34 +23,34 @@ from ling3.engine.request import Request
 from ling3.engine.requests import QueueFull, Requests
 from ling3.runtime.entry_checks import refuse_fork
 
-# A message that says that the device has done what was watched.
+# The watcher's message to the inbox: the array that it waited for is ready.
 READY = object()
-# What `with jax.default_device(...)` and its like set is a thread's own: an engine's thread takes these over.
+# Settings made by `with jax.default_device(...)` and the like hold in one thread: the engine's thread copies these.
 CONTEXTS = ("default_device", "default_matmul_precision")
 
-# The engine of each thread, and where to send its messages.
+# For each engine's thread, the engine and the inbox for messages to it.
 _threads: dict[threading.Thread, tuple["weakref.ref[object]", "queue.SimpleQueue[Any]"]] = {}
 
 
 class Reader:
-    """The deltas of some requests on their way from the engine's thread to the caller who waits for them.
+    """Passes the deltas of some requests from the engine's thread to the caller that waits for them.
 
-    `put` is called in the engine's thread with each (index of the request, delta), or with an exception that the caller
-    is to raise. With `whole`, only the last delta of each sequence is sent.
+    `put` is called in the engine's thread with each (index of the request, delta), or with an exception for the caller
+    to raise. With `whole`, only the last delta of each sequence is sent.
     """
 
     def __init__(self, requests: Sequence[Request], put: Callable[[Any], object], whole: bool = False):
         self.requests = requests
-        self.fault: Exception | None = None  # the engine's, once a request has ended in it
+        self.fault: Exception | None = None  # the engine's fault, if one of the requests ended in it
         self.waits = False
         self._put, self._whole = put, whole
-        self.sent = self.taken = 0  # items
+        self.sent = self.taken = 0  # numbers of items
         self._unfinished = {(i, k) for i, request in enumerate(requests) for k in range(request.params.n)}
         for i, request in enumerate(requests):
             request.deliver = functools.partial(self._deliver, i)
 
     def unfinished(self) -> bool:
-        """True if there are deltas to come; raises the fault in which a request has ended after the last one."""
+        """Returns True if more deltas will come. After the last, raises the engine's fault if one ended a request."""
         if not self._unfinished and self.fault is not None:
             raise self.fault
         return bool(self._unfinished)
@@ -67,7 +67,7 @@ class Reader:
         return item
 
     def send(self, item: Any) -> None:
-        """Passes something on to the caller, from the engine's thread."""
+        """Sends an item to the caller. Called in the engine's thread."""
         self.waits, self.sent = False, self.sent + 1
         self._put(item)
 
@@ -77,20 +77,20 @@ class Reader:
 
 
 class Actor:
-    """The thread that moves a loop, for as long as the loop's `owner` exists.
+    """The thread that runs a loop, for as long as the loop's `owner` exists.
 
-    It takes messages also while it waits for the device, unless other processes follow the loop: between turns alone.
+    It also handles messages while it waits for the device, unless other processes follow the loop (`lockstep.py`).
 
-    A message is (where the answer goes or None, a method of this class, its arguments). Messages and the thread hold no
-    reference to the actor, so that the owner's memory is free as soon as the owner is dropped. Callers wait in
-    `SimpleQueue.get`: Ctrl-C amid the Python code of a Future or a Condition could leave its lock held.
+    A message is (reply, method, args): a function that gets the answer, or None; a method of this class; its arguments.
+    Messages and the thread hold no reference to the actor, so the owner's memory is freed as soon as it is dropped.
+    Callers wait in `SimpleQueue.get`: Ctrl-C in the Python code of a Future or Condition could leave its lock held.
     """
 
     def __init__(self, loop: Requests, leader: Leader | None, owner: object):
         self._loop, self._leader, self._inbox = loop, leader, queue.SimpleQueue()
         self._watched = queue.SimpleQueue()
-        self._readers: set[Reader] = set()  # who wait
-        self._turns: list[Callable[[Any], object]] = []  # where the ends of turns are awaited
+        self._readers: set[Reader] = set()  # those that wait for an item
+        self._turns: list[Callable[[Any], object]] = []  # replies to send at the end of the next turn
         self._scheduled = False
         settings = {name: getattr(jax.config, f"jax_{name}") for name in CONTEXTS}
         contexts = [getattr(jax, name)(value) for name, value in settings.items() if value is not None]
@@ -108,13 +108,13 @@ class Actor:
         return self._thread.is_alive()
 
     def call(self, method: Message, *args: Any) -> Any:
-        """Calls a method of the loop and returns its result; a callback for deltas is in the loop's thread already."""
+        """Calls a method of the loop and returns its result. A callback for deltas may use it too, unlike `ask`."""
         if threading.get_ident() == self._thread.ident:
             return self._led.take(method, *args)
         return self.ask(method, *args)
 
     def ask(self, method: Message, *args: Any) -> Any:
-        """The same, but a RuntimeError in a callback."""
+        """Does what `call` does, but raises RuntimeError in a callback for deltas."""
         answers = queue.SimpleQueue()
         self.send(answers.put, Actor.do, method, *args)
         return _result(answers.get())
@@ -125,7 +125,7 @@ class Actor:
         answer: asyncio.Future[Any] = events.create_future()
 
         def put(outcome: Any) -> None:
-            if not answer.done():  # nobody waits any more
+            if not answer.done():  # the caller was cancelled
                 answer.set_result(outcome)
 
         self.send(functools.partial(events.call_soon_threadsafe, put), Actor.do, method, *args)
@@ -138,20 +138,20 @@ class Actor:
         _result(answers.get())
 
     def wait(self, reader: Reader) -> None:
-        """Has the loop turn until there is something for the reader. Raises the fault in which a request has ended."""
+        """Makes the loop run until the reader gets an item; does not block. Raises the reader's fault if it has one."""
         if reader.fault is not None:
             raise reader.fault
         self.send(None, Actor._wait, reader, reader.taken)
 
     def last_message(self, method: Message, *args: Any) -> Callable[[], None]:
-        """A function that has a method of this class called; it does not wait, and Ctrl-C cannot interrupt it.
+        """Returns a function that sends a message without waiting, and that Ctrl-C cannot interrupt.
 
-        It is a single call into C, so a `finally` may call it in any thread, also for the garbage collector.
+        It is a single call into C, so a `finally` may call it in any thread, also during garbage collection.
         """
         return functools.partial(self._inbox.put, (None, method, args))
 
     def send(self, reply: Callable[[Any], object] | None, method: Message, *args: Any) -> None:
-        """Has a method of this class called; `reply` gets what `_result` takes, in the engine's thread."""
+        """Sends a message; the engine's thread calls `reply` with (result, exception). RuntimeError in a callback."""
         refuse_fork()
         if threading.get_ident() == self._thread.ident:
             raise RuntimeError(
@@ -171,13 +171,13 @@ class Actor:
         return self._leader or self._loop
 
     def handle(self, reply: Callable[[Any], object] | None, method: Message, args: Sequence[Any]) -> None:
-        """Does what a message says, and answers it."""
+        """Handles a message: calls its method, replies, and schedules a turn if a caller waits for one."""
         try:
             outcome = method(self, *args), None
         except BaseException as error:
             outcome = None, error
         if reply is not None:
-            with contextlib.suppress(RuntimeError):  # an event loop that is closed
+            with contextlib.suppress(RuntimeError):  # the caller's event loop may be closed
                 reply(outcome)
         del outcome  # its exception refers to this frame
         if self._scheduled:
@@ -188,7 +188,7 @@ class Actor:
             self._inbox.put((None, Actor._turn, ()))
 
     def do(self, method: Message, *args: Any) -> Any:
-        """Calls a method of the loop; a fault in it ends every request."""
+        """Calls a method of the loop. An Exception in it (except QueueFull) is a fault, which ends every request."""
         try:
             answer = self._led.take(method, *args)
         except QueueFull:
@@ -204,7 +204,7 @@ class Actor:
         return raised
 
     def leave(self, reader: Reader) -> None:
-        """Ends what is unfinished of a reader's requests with `abort`, and tells it no more."""
+        """Aborts the reader's unfinished requests, and sends it nothing more."""
         reader.waits = False
         for request in reader.requests:
             request.deliver = lambda delta: None
@@ -220,7 +220,7 @@ class Actor:
         self.do(abort)
 
     def _wait(self, reader: Reader, taken: int) -> None:
-        reader.waits = reader.sent == taken  # otherwise something is on its way
+        reader.waits = reader.sent == taken  # else an item is on its way to it
         self._readers.add(reader)
 
     def _wait_turn(self, reply: Callable[[Any], object]) -> None:
@@ -244,7 +244,7 @@ class Actor:
         del fault, raised  # their tracebacks refer to this frame
 
     def _await(self, results: Sequence[Any]) -> None:
-        """Waits for the results of a call, and takes messages meanwhile."""
+        """Waits for the results of a call. Without a leader it handles messages meanwhile."""
         first = results[0]
         if self._leader is None and not first.is_ready():
             self._watched.put(first)
@@ -254,13 +254,13 @@ class Actor:
                     ends = True
                 else:
                     self.handle(*message)
-            if ends:  # the last one: after this turn
+            if ends:  # put back, so that the thread ends after this turn
                 self._inbox.put(None)
         jax.block_until_ready(results)
 
 
 def _result(outcome: tuple[Any, BaseException | None]) -> Any:
-    """The answer to a message; raises what its method raised."""
+    """Returns the answer to a message, or raises the exception of its method."""
     answer, error = outcome
     if error is None:
         return answer
@@ -271,7 +271,7 @@ def _result(outcome: tuple[Any, BaseException | None]) -> Any:
 
 
 def join_abandoned() -> None:
-    """Waits until the memory of engines that have been dropped is free."""
+    """Waits until the threads of dropped engines have ended, and so their memory is free."""
     for thread, (owner, _) in list(_threads.items()):
         if owner() is None and thread is not threading.current_thread():
             thread.join()
@@ -279,7 +279,7 @@ def join_abandoned() -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Ends all threads after their turns: the interpreter must not go away while they are in JAX."""
+    """Ends all engines' threads after their current turns: the interpreter must not exit while they are inside JAX."""
     threads = dict(_threads)
     for _, inbox in threads.values():
         inbox.put(None)
@@ -307,9 +307,9 @@ def _serve(
 
 
 def _watch(watched: "queue.SimpleQueue[Any]", inbox: "queue.SimpleQueue[Any]") -> None:
-    """Waits for the device, so that the engine's thread can wait for its inbox alone.
+    """Waits for arrays on the device and reports each to the inbox, which the engine's thread waits for.
 
-    Looking now and then instead takes a tenth of a core from the device where that is the CPU.
+    Polling would take a tenth of a core from the device if that is the CPU.
     """
     while (array := watched.get()) is not None:
         with contextlib.suppress(Exception):  # the engine's thread raises it

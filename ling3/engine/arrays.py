@@ -1,4 +1,4 @@
-"""Arrays that are built on the host and then put on the device, in the same classes."""
+"""The type of fields that hold NumPy arrays on the host, and JAX arrays once they are put on the device."""
 
 from typing import TYPE_CHECKING, Any
 

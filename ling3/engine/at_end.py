@@ -1,6 +1,6 @@
-"""Work of an engine when a sequence of a request ends, before its last delta is handed out: snapshots and captures.
+"""Hooks that run when a sequence ends, before its last delta is handed out: snapshots and captures.
 
-The loop calls the functions of `Request.at_end`, and knows no more of them.
+The loop calls the functions in `Request.at_end`, and knows nothing else about them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ling3.text.detokenizer import StopStrings
 
 
 def keep_snapshot(loop: Requests, sequence: TokenSequence, delta: Delta) -> bool:
-    """Keeps a snapshot of the sequence; ends it in `error` if that is not finite, or there is no memory for it."""
+    """Adds a snapshot to the completion; ends it in `error` if the copy fails or has numbers that are not finite."""
     if not _ended_by_itself(sequence):
         return False
     loop.scheduler.group_of(sequence).free_behind(sequence)
@@ -35,14 +35,14 @@ def keep_snapshot(loop: Requests, sequence: TokenSequence, delta: Delta) -> bool
 
 
 def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> bool:
-    """Has prompt and answer computed again by a second request, which captures; that one hands out the last delta.
+    """Queues a second request, which prefills prompt and answer again and captures, then hands out the last delta.
 
-    It has the sequence's place in the queue. What ends it otherwise ends the answer too.
+    It has the sequence's place in the queue. If it fails or is aborted, so is the answer.
     """
     if not _ended_by_itself(sequence):
         return False
     request = sequence.request
-    number = -1 - request.request_id * MAX_COMPLETIONS - sequence.index  # no request of a caller's has it
+    number = -1 - request.request_id * MAX_COMPLETIONS - sequence.index  # negative, unlike the ids of callers' requests
     params = SamplingParams(max_tokens=0, capture=sequence.params.capture)
     follower = Request(number, None, [*sequence.prompt, *sequence.token_ids], params)
     follower.interventions, follower.want = request.interventions, request.want

@@ -1,4 +1,4 @@
-"""Calls in flight, and the results of each for its sequences."""
+"""Dispatched calls of the two programs, and how each sequence takes its results from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ from ling3.engine.sampling import Choice
 
 @dataclasses.dataclass(frozen=True)
 class Extended:
-    """A call of `extend`: its sequences, their rows, and the tokens of each chunk."""
+    """A dispatched call of `extend`: its sequences, their rows, and the length of each chunk in tokens."""
 
     results: Extension
     sequences: Sequence[TokenSequence]
     rows: Sequence[int]
     lengths: Sequence[int]
     last: Sequence[bool]
-    """True for a sequence whose prompt ends with the chunk."""
+    """True for each sequence whose prefill ends with its chunk."""
 
     @property
     def ahead(self) -> Sequence[int]:
-        """The tokens that each sequence can get: none."""
+        """The most tokens that each sequence can get: 0, as `extend` samples nothing."""
         return [0] * len(self.sequences)
 
     def on_host(self) -> Choice | None:
-        """The scores of the prompts' tokens, if any are wanted; waits for the device."""
+        """Waits for the scores of the prompts' tokens and returns them; None at once if no scores are requested."""
         return None if self.results.scores is None else _on_host(self.results.scores)
 
     def take(self, scores: Choice | None, i: int) -> Delta | None:
-        """Adds what the call has for a sequence, with the `scores` of `on_host`; its delta, if anything is new."""
+        """Adds sequence i's results, given the `scores` of `on_host`; returns its delta, or None if nothing is new."""
         sequence, row, length = self.sequences[i], self.rows[i], self.lengths[i]
         if scores is not None:
             done = len(sequence.request.prompt_logprobs)
@@ -42,7 +42,7 @@ class Extended:
             if delta is not None:
                 return delta
         if self.results.seen:
-            # A copy, since on a CPU the array may be the device's own memory.
+            # A copy, since on a CPU `device_get` may return a view of the device's memory.
             chunk = jax.tree.map(lambda x: np.array(x[row, :length]), jax.device_get(self.results.seen))
             sequence.seen.append(chunk)
         return sequence.finish("length") if self.last[i] and not sequence.params.max_tokens else None
@@ -50,7 +50,7 @@ class Extended:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A call of `decode`: its sequences, their rows, and the most tokens that each can get."""
+    """A dispatched call of `decode`: its sequences, their rows, and the most tokens that each can get."""
 
     results: Choice
     sequences: Sequence[TokenSequence]
@@ -58,18 +58,18 @@ class Decoded:
     ahead: Sequence[int]
 
     def on_host(self) -> Choice:
-        """The tokens of all rows; waits for the device."""
+        """Waits for the device and returns the tokens of all rows."""
         return _on_host(self.results, any(sequence.params.logprobs for sequence in self.sequences))
 
     def take(self, choice: Choice, i: int) -> Delta | None:
-        """Adds what the call has for a sequence, with the `choice` of `on_host`; its delta, if anything is new."""
+        """Adds sequence i's results, given the `choice` of `on_host`; returns its delta, or None if nothing is new."""
         sequence, row = self.sequences[i], self.rows[i]
         tokens = choice.token[row].tolist()
         return sequence.take(tokens, _logprobs(tokens, choice, row, sequence.params.logprobs))
 
 
 def _on_host(choice: Choice, reported: bool = True) -> Choice:
-    """The choice in the host's memory; unless the likeliest tokens are `reported`, those stay on the device."""
+    """Copies a choice to the host, but the likeliest tokens only if they are `reported`."""
     tops = (choice.top_ids, choice.top_logprobs)
     none = (*choice.token.shape, 0)
     tops = map(np.asarray, tops) if reported else (np.zeros(none, np.int32), np.zeros(none, np.float32))
@@ -77,7 +77,7 @@ def _on_host(choice: Choice, reported: bool = True) -> Choice:
 
 
 def _logprobs(tokens: Sequence[int], choice: Choice, row: int, wanted: int | None) -> list[Logprob]:
-    """Each token with its log-probability, and the `wanted` likeliest beside it; nothing if None are wanted."""
+    """The log-probability of each token, each with the `wanted` likeliest tokens; empty if `wanted` is None."""
     if wanted is None:
         return []
     ids, values = choice.top_ids[row, :, :wanted].tolist(), choice.top_logprobs[row, :, :wanted].tolist()

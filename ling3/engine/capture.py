@@ -1,4 +1,4 @@
-"""Captures: arrays from inside the model that an engine returns beside a request's answer."""
+"""Captures: arrays from inside the model that an engine returns with a request's answer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,34 +18,34 @@ PATHS = {
     "state_norms": "layers.{}.attention.state_norm",
     "router": SITES["router"],
 }
-"""Where a recorder finds what each field asks for."""
+"""The recorder's path for each field of `Capture`; {} is the layer's 0-based number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """The arrays that a request's answer brings along, as `SamplingParams(capture=…)`.
+    """The arrays to return with a request's answer, as `SamplingParams(capture=…)`.
 
-    Each field is True for all layers that have such an array, or the numbers of some layers. The answer has the same
-    bits with and without: once its tokens are there, prompt and new tokens are computed again, as a prompt is, in
-    chunks, by a second request. So the arrays are `ling3.trace`'s for the whole sequence, to rounding. With
-    interventions the arrays are those under them.
+    Each field is True for all layers that have such an array, or the numbers of some layers. Capturing does not change
+    the answer's bits: after its last token, a second request prefills prompt and new tokens again, in chunks. So the
+    arrays equal those of `ling3.trace` for the complete sequence, up to rounding. The request's interventions apply
+    here too.
 
-    Raises ValueError naming every senseless field.
+    Raises ValueError that names every invalid field.
     """
 
-    # A type check would come before `__post_init__`, and name no remedy.
+    # A type check would come before `__post_init__`, whose errors say what to do.
     __no_type_check__ = True
 
     residual: bool | Sequence[int] = False
     """The residual stream after a layer, [tokens, hidden] (of several streams [tokens, streams, hidden])."""
     attended: bool | Sequence[int] = False
-    """What its attention adds to the stream, [tokens, hidden]."""
+    """The output that the layer's attention adds to the stream, [tokens, hidden]."""
     added: bool | Sequence[int] = False
-    """What its feed-forward adds, [tokens, hidden]."""
+    """The output that its feed-forward adds, [tokens, hidden]."""
     heads: bool | Sequence[int] = False
-    """What each head gives to the attention's output projection, [tokens, heads, value]."""
+    """Each head's input to the attention's output projection, after the gate, [tokens, heads, value]."""
     gates: bool | Sequence[int] = False
-    """The attention's output gate, [tokens, heads, value] of KDA and [tokens, heads] of MLA."""
+    """The attention's output gate, [tokens, heads, value] for KDA and [tokens, heads] for MLA."""
     decays: bool | Sequence[int] = False
     """KDA's log decay, in nats, [tokens, heads, key]."""
     betas: bool | Sequence[int] = False
@@ -53,7 +53,7 @@ class Capture:
     state_norms: bool | Sequence[int] = False
     """The Frobenius norm of KDA's state after each token, [tokens, heads]."""
     router: bool | Sequence[int] = False
-    """Which experts a MoE layer's router chose, their weights, and every expert's score: a `Routing`."""
+    """The experts that a MoE layer's router chose, their weights and every expert's score: a `Routing`."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -71,9 +71,9 @@ class Capture:
             raise ValueError("capture: " + "; ".join(problems))
 
     def paths(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Where a recorder finds what is asked for, in a model that shows these arrays; ValueError for what it has not.
+        """The recorder's paths of the requested arrays; `shapes` has the shape of each array that the model records.
 
-        A layer's number out of range, and a layer without the array, are refused; so is True where no layer has it.
+        Raises ValueError for a layer that is out of range or has no such array, and for True if no layer has one.
         """
         found, layers = [], sum(path.endswith(".residual") for path in shapes)
         for name, path in PATHS.items():
@@ -94,23 +94,23 @@ class Capture:
 
 
 class Routing(NamedTuple):
-    """The choices of a MoE layer's router for each token."""
+    """The routing of each token by one MoE layer."""
 
     chosen: Int32[np.ndarray, "tokens top_k"]  # best first
-    weights: Float[np.ndarray, "tokens top_k"]  # with the routed scaling factor
+    weights: Float[np.ndarray, "tokens top_k"]  # including the routed scaling factor
     scores: Float[np.ndarray, "tokens experts"]  # before any bias
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """The arrays that a `Capture` asked for, on the host: for each field, arrays by the layer's 0-based number.
+    """The captured arrays, on the host: for each field, arrays by the layer's 0-based number.
 
-    Their first axis counts the tokens of the prompt and then those of the answer, all of them: the last one too, which
-    was computed for this alone. Floats have the dtypes in which the model computes.
+    Their first axis counts all tokens of the prompt and then of the answer, including the last token, which generating
+    did not put through the model. Floats have the dtypes in which the model computes.
     """
 
     tokens: int
-    """How many there are, of prompt and answer together."""
+    """The number of tokens of prompt and answer together."""
     residual: Mapping[int, Float[np.ndarray, "tokens *streams hidden"]]
     attended: Mapping[int, Float[np.ndarray, "tokens hidden"]]
     added: Mapping[int, Float[np.ndarray, "tokens hidden"]]
@@ -123,7 +123,7 @@ class Captured:
 
     @staticmethod
     def joined(tokens: int, chunks: Sequence[Mapping[str, Any]]) -> "Captured":
-        """Joins the arrays, by path, of the chunks of `tokens` tokens, in order."""
+        """Joins the arrays of consecutive chunks, given by path; together these have `tokens` tokens."""
         whole = jax.tree.map(lambda *parts: np.concatenate(parts), *chunks)
         fields: dict[str, dict[int, Any]] = {name: {} for name in PATHS}
         names = {pattern: name for name, pattern in PATHS.items()}

@@ -1,11 +1,11 @@
 """The two forward programs of an engine: `extend` puts prompt tokens into the caches, `decode` samples new ones.
 
-Prefill fills, decode samples. `extend` stops one token before a prompt's end, and `decode` begins with that token. So
-the state of a sequence never depends on how its next token is chosen, and a prompt whose states are kept, scored or
-watched runs through the same program as any other. What a call is given is one `Batch`; a part that is absent is None
-and specialises the compiled program.
+`extend` never samples: it stops one token before a prompt's end, and `decode` begins with that token. So the state of a
+sequence does not depend on how its next token is chosen, and prompts whose states are kept, scored or captured go
+through `extend` like any other. The input of a call is one `Batch`, whose absent parts are None; each combination of
+parts is compiled as a program of its own.
 
-Both are compiled by `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
+Both use `jax.jit`: Equinox's `filter_jit` would wait for each call's end before the next is dispatched.
 """
 
 import dataclasses
@@ -33,42 +33,40 @@ from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
 
 SCORED = 16
-"""Tokens whose logits exist at once while a prompt is scored: those of a whole chunk would be gigabytes."""
+"""Tokens of each row whose logits are computed at once to score a prompt: those of a chunk would take gigabytes."""
 
 
 class Batch(eqx.Module):
     """The input of one call: a row for each sequence, and unused rows, whose slots are out of range.
 
-    `extend` puts the first `lengths[b]` of `tokens[b]` into row b's caches; what follows them is padding. `decode`
-    gives row b at most `lengths[b]` tokens: in step i the token `tokens[b, i]` if the call has such a column and it is
-    not -1, else one that is sampled, with `masks` among the tokens that row b's mask allows.
+    `extend` puts the first `lengths[b]` of `tokens[b]` into row b's caches; the rest is padding. `decode` gives row b
+    at most `lengths[b]` new tokens. It samples them freely, or with `masks`: then step i gives `tokens[b, i]` if that
+    is not -1, and otherwise samples among the tokens that row b's mask allows.
     """
 
     rows: Rows
     tokens: Int32[AnyArray, "rows seq"]
     lengths: Int32[AnyArray, " rows"]
     masks: UInt32[AnyArray, "rows words"] | None = None
-    targets: Int32[AnyArray, "rows seq"] | None = (
-        None  # of `extend`: the tokens to score, each after the one at its place
-    )
-    interventions: tuple[Intervention, ...] = ()  # each row's own, `stacked`
-    want: tuple[str, ...] = eqx.field(static=True, default=())  # of `extend`: the recorder's paths to return
+    targets: Int32[AnyArray, "rows seq"] | None = None  # `extend` only: the tokens to score, each follows its place
+    interventions: tuple[Intervention, ...] = ()  # those of each row, `stacked`
+    want: tuple[str, ...] = eqx.field(static=True, default=())  # `extend` only: recorder paths to return
 
 
 class Extension(eqx.Module):
-    """The results of `extend` for each row."""
+    """The results of `extend`, with a row for each sequence."""
 
-    length: Int32[Array, " rows"]  # tokens in its caches
-    scores: Choice | None  # of the batch's targets, [rows, seq]
-    seen: dict[str, Any]  # the arrays that the batch wants, by path, [rows, seq, …]
+    length: Int32[Array, " rows"]  # tokens in the row's caches
+    scores: Choice | None  # of `Batch.targets`, [rows, seq]
+    seen: dict[str, Any]  # the arrays of `Batch.want`, by path, [rows, seq, …]
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Extension, Pool]:
-    """Adds each row's next `lengths` prompt tokens to its caches, and samples nothing.
+    """Puts each row's next `lengths` prompt tokens into its caches, and samples nothing.
 
-    With `targets` it returns log softmax(z)_target of the logits z after each token, and the likeliest tokens there if
-    a row's sampling reports alternatives. The caches have the same bits with and without.
+    With `targets` it also returns log softmax(z)_target of the logits z after each token, and the likeliest tokens if
+    any row's sampling reports alternatives. Scoring does not change the caches' bits.
     """
     return _on_every_device(functools.partial(_extend, execution=execution), model, batch, pool)
 
@@ -84,7 +82,7 @@ def _extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
         scores = score(model, hidden, batch.targets, jnp.any(view.sampling.alternatives), execution)
 
     def by_row(path: str) -> Any:
-        if ".mlp." in path:  # experts take the tokens of all rows together
+        if ".mlp." in path:  # recorded as [rows·seq, …], since experts take the tokens of all rows together
             return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), watcher.values[path])
         return watcher.values[path]
 
@@ -99,7 +97,7 @@ def score(
     alternatives: Bool[Array, ""],
     execution: Execution,
 ) -> Choice:
-    """log softmax(z)_target of each token's logits z, and the likeliest tokens with `alternatives`."""
+    """log softmax(z)_target of each token's logits z, and with `alternatives` the likeliest tokens."""
     batch, seq = targets.shape
     block = min(SCORED, seq)
     padding = ((0, 0), (0, -seq % block))
@@ -121,7 +119,7 @@ def score(
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
 def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
-    """Up to `lengths` new tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none.
+    """Samples up to `lengths` tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none.
 
     A row's first step puts its newest token into the caches: the last one of its prompt, or the last one sampled.
     """
@@ -129,7 +127,7 @@ def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> t
 
 
 Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
-"""Steps so far, whether rows are left, the tokens so far, and the pool of the rows."""
+"""The number of steps so far, whether any row is still active, the tokens so far, and the pool of the call's rows."""
 
 
 def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
@@ -141,7 +139,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
 
     def any_active(step: Int32[Array, ""], view: Pool) -> Bool[Array, ""]:
         left = jnp.any(active(step, view))
-        # Devices that share experts step together, also when the rows of one have ended.
+        # Devices that share experts must do the same number of steps, even if all rows of one have ended.
         return left if rows.beside is None else lax.psum(left.astype(jnp.int32), rows.beside) > 0
 
     def one_step(carry: Carry) -> Carry:
@@ -166,7 +164,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
 def _on_every_device(
     run: Callable[..., tuple[Any, Pool]], model: CausalLM, batch: Batch, pool: Pool
 ) -> tuple[Any, Pool]:
-    """A forward pass on every device of the pool's mesh, each with its own rows; all get every row's results."""
+    """Runs a forward pass on every device of the pool's mesh, each with its own rows, and all-gathers the results."""
     if not isinstance(model, Sharded):
         return run(model, batch, pool)
     axis = pool.axis
@@ -182,11 +180,11 @@ def _on_every_device(
 
 
 class Programs(NamedTuple):
-    """An engine's two programs, or what takes their place, and what of an engine they support."""
+    """The two forward programs of an engine, which can be replaced, and the features that they support."""
 
     extend: Callable[[CausalLM, Batch, Pool, Execution], tuple[Extension, Pool]] = extend
     decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice, Pool]] = decode
     parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want"})
-    """The optional parts of a `Batch` that they take."""
+    """The optional parts of a `Batch` that the programs accept."""
     snapshots: bool = True
-    """False: what a sequence leaves in the pool is no snapshot for other engines."""
+    """False if a sequence's memory in the pool cannot be taken as a `Snapshot`."""

@@ -1,4 +1,4 @@
-"""The methods of an engine around its loop: requests come in from scripts, threads and asyncio, and answers go out."""
+"""The engine's public methods: they take requests from scripts, threads and asyncio, and hand out the answers."""
 
 import asyncio
 import atexit
@@ -30,19 +30,19 @@ from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
 
 SHORT = 4096
-"""Tokens or characters up to which checking prompts takes less than handing them to another thread and back."""
+"""Up to this many tokens or characters, prompts are checked in place: passing them to a thread takes longer."""
 
 
 @runtime_checkable
 class Server(Protocol):
-    """An engine, or a fleet of engines: answers many prompts."""
+    """The methods that an engine and a fleet of engines share."""
 
     settings: EngineSettings
     max_model_len: int
     device_kind: str
 
     def warmup(self, first_token: bool = False) -> None:
-        """Compiles all programs, or those that a first token needs."""
+        """Compiles all programs, or with `first_token` only those that a first token needs."""
         ...
 
     def stream_all(
@@ -52,7 +52,7 @@ class Server(Protocol):
         *,
         truncate: Truncate = None,
     ) -> Generator[tuple[int, Delta], None, None]:
-        """The deltas of the answers as they come, each with the index of its prompt."""
+        """Yields the deltas of the answers as they come, each with the index of its prompt."""
         ...
 
     def stats(self) -> Stats:
@@ -61,7 +61,7 @@ class Server(Protocol):
 
 
 class Front:
-    """An engine's methods, over a loop that a thread of the engine's runs. `ling3.Engine` says what they promise."""
+    """The methods of an engine, whose loop runs in a thread of the engine. `ling3.Engine` documents the guarantees."""
 
     def __init__(self, intake: Intake, loop: Requests, wire: Wire | None = None):
         self.settings, self.tokenizer, self.max_model_len = intake.settings, intake.tokenizer, intake.room
@@ -71,19 +71,19 @@ class Front:
         if wire is not None and intake.leads:
             leader = lockstep.Leader(loop, wire)
             weakref.finalize(self, leader.close).atexit = False
-            atexit.register(leader.close)  # before JAX's own end, which waits for the others
+            atexit.register(leader.close)  # before JAX shuts down, which waits for the other processes
         self._actor = Actor(loop, leader, owner=self)
         self._ids = itertools.count()
 
     def check(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None, name: str = "prompt"
     ) -> None:
-        """Raises ValueError where `submit` would, calling the prompt by its `name`; nothing is queued."""
+        """Raises ValueError where `submit` would, but queues nothing; errors call the prompt by its `name`."""
         self._check_asks()
         self._intake.check(prompt, params, truncate, name)
 
     def left(self, tokens: int) -> int:
-        """The largest `max_tokens` that a prompt of so many tokens may have; less than 1 if it is too long."""
+        """The largest `max_tokens` for a prompt of `tokens` tokens; less than 1 if the prompt is too long."""
         return self._intake.left(tokens)
 
     def submit(
@@ -94,12 +94,12 @@ class Front:
         truncate: Truncate = None,
         on_delta: Callable[[Delta], None] | None = None,
     ) -> int:
-        """Puts a request in the queue and returns its id; `step` moves it on and returns its deltas.
+        """Puts a request in the queue and returns its id; calls of `step` run it and return its deltas.
 
         `prompt` is a text, a list of token ids, a list of chat messages (dicts with `role` and `content`), or a
-        `ling3.Snapshot` of an earlier request, also with something appended (`Snapshot.then`). With `on_delta` the
-        deltas go there instead, in the engine's thread; if it raises, the request ends in `error`.
-        Raises QueueFull, and ValueError for what can never be answered.
+        `ling3.Snapshot` of an earlier request, also with something appended (`Snapshot.then`). With `on_delta`, the
+        deltas go to this function instead, in the engine's thread; if it raises, the request ends in `error`. Raises
+        QueueFull, and ValueError for a request that can never be answered.
         """
         (request,) = self._requests([prompt], params, truncate, "prompt")
         request.deliver = self._loop.outbox.append if on_delta is None else on_delta
@@ -120,12 +120,12 @@ class Front:
         on_delta: Callable[[Delta], None] | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
-        """The answers to prompts, in their order, with a progress bar once it takes over two seconds.
+        """Returns the answers to prompts, in their order; shows a progress bar once it takes over two seconds.
 
-        `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All are
-        checked before the first runs, and as many wait at once as the queue holds. `on_delta` is called with each
-        delta, in the caller's thread; if it raises, that request ends in `error`. On Ctrl-C every slot is freed;
-        `on_interrupt="return"` then returns what there is, with `abort` for what was not finished.
+        `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All
+        prompts are checked before the first runs, and those for which the queue has no room wait. `on_delta` is called
+        with each delta, in the caller's thread; if it raises, that request ends in `error`. Ctrl-C frees every slot;
+        `on_interrupt="return"` then returns the outputs so far, in which unfinished completions end in `abort`.
         """
         requests = self._requests(listed(prompts), params, truncate)
         failed = set()
@@ -147,16 +147,16 @@ class Front:
             except KeyboardInterrupt:
                 if on_interrupt == "raise":
                     raise
-                self.stats()  # an answer: what was sent before, the end of these requests, has been done
+                self.stats()  # its answer says that the abort, which was sent before, has been handled
         return [output for request in requests if (output := request.output()) is not None]
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> Iterator[Delta]:
-        """A request's deltas as they come; leaving the iterator aborts it. Checked and queued when this is called."""
+        """Yields a request's deltas. Checks and queues the request at the call; leaving the iterator aborts it."""
         (request,) = self._requests([prompt], params, truncate, "prompt")
         deltas = self._deltas([request], None)
-        next(deltas)  # a generator that was never begun would not notice that it is dropped
+        next(deltas)  # starts the generator: one that never started would skip its `finally` when dropped
         return (delta for _, delta in deltas)
 
     def stream_all(
@@ -167,12 +167,12 @@ class Front:
         arrivals: Sequence[float] | None = None,
         truncate: Truncate = None,
     ) -> Generator[tuple[int, Delta], None, None]:
-        """The deltas of many requests as they come, each with the index of its prompt.
+        """Yields the deltas of many requests as they come, each with the index of its prompt.
 
-        `prompts`, `params` and `truncate` are as for `generate`, but for a single prompt, which goes into a list. A
+        `prompts`, `params` and `truncate` are as for `generate`, except that a single prompt has to be in a list. A
         request's last delta has its output. `arrivals`, ascending, are the times at which the requests are submitted,
-        in seconds after the first delta is asked for; by default that is at once for all. Leaving the iterator aborts
-        what is unfinished.
+        in seconds after the first delta is requested; by default all are submitted at once. Leaving the iterator aborts
+        unfinished requests.
         """
         requests = self._requests(list(prompts), params, truncate)
         times = [0.0] * len(requests) if arrivals is None else [float(time) for time in arrivals]
@@ -185,7 +185,7 @@ class Front:
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, *, truncate: Truncate = None
     ) -> AsyncIterator[Delta]:
-        """`stream` for asyncio, any number of them at once. Checked and queued when the first delta is asked for."""
+        """`stream` for asyncio; any number may run at once. The request is queued when the first delta is awaited."""
         async with contextlib.aclosing(self.astream_all([prompt], params, truncate=truncate, name="prompt")) as deltas:
             async for _, delta in deltas:
                 yield delta
@@ -198,15 +198,15 @@ class Front:
         truncate: Truncate = None,
         name: str = "prompt {}",
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """`stream_all` for asyncio, any number of them at once. Checked and queued when the first delta is asked for.
+        """`stream_all` for asyncio; any number may run at once. Checks and queues when the first delta is awaited.
 
-        Errors call a prompt by its `name`, formatted with its index. Raises QueueFull, and aborts all of the requests,
-        if there is no room in the queue for one of them.
+        Errors call a prompt by its `name`, formatted with its index. If the queue has no room for one of the requests,
+        aborts them all and raises QueueFull.
         """
         put, news = asyncio.get_running_loop().call_soon_threadsafe, asyncio.Queue()
         prompts, each = list(prompts), params if isinstance(params, Sequence) else (params,)
         asked = (prompts, params, truncate, name)
-        slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # up to seconds
+        slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # takes seconds
         if slow or sum(len(prompt) for prompt in prompts if isinstance(prompt, Sequence)) > SHORT:
             requests = await asyncio.to_thread(self._requests, *asked)
         else:
@@ -224,16 +224,16 @@ class Front:
             leave()
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request with `abort`, wherever it is; False if there is none of this id (any more)."""
+        """Aborts a waiting or running request; returns False if no unfinished request has this id."""
         return self._actor.call(Requests.abort, request_id)
 
     @property
     def has_work(self) -> bool:
-        """True if there is queued or running work, or `step` has anything to return."""
+        """True if a request is unfinished, or `step` has deltas to return."""
         return self._actor.call(lambda loop: loop.has_work) or bool(self._loop.outbox)
 
     def step(self) -> list[Delta]:
-        """One turn of the loop; returns the deltas of submitted requests that are new since the last step."""
+        """Runs one turn of the loop; returns the deltas of submitted requests that are new since the last step."""
         self._actor.turn()
         deltas = []
         with contextlib.suppress(IndexError):
@@ -242,9 +242,9 @@ class Front:
         return deltas
 
     def warmup(self, first_token: bool = False, *, also: Sequence[Extra] = ()) -> None:
-        """Compiles every program, with a progress bar; none is compiled after that. Ctrl-C leaves out those not begun.
+        """Compiles every program before it is needed, with a progress bar. Ctrl-C skips those not begun.
 
-        With `first_token` only what a request's first token needs; the other programs are compiled when they are
+        With `first_token`, compiles only the programs for a request's first token; others are compiled when they are
         needed. The programs for requests with `structured` or `prompt_logprobs` are compiled here if `also` names them,
         else with the first such request.
         """
@@ -260,14 +260,14 @@ class Front:
                 end()
 
     def forget_prefixes(self) -> None:
-        """Frees all known prefixes but those in use: later prompts are computed anew, with the same bits."""
+        """Evicts all known prefixes but those in use: later prompts are computed anew, with the same bits."""
         self._actor.call(Requests.forget_prefixes)
 
     def follow(self) -> None:
-        """This process's part in what the first one has this engine do, until that one's engine ends.
+        """Runs this process's part of an engine over several processes, until the first process's engine ends.
 
-        For a model over the devices of several processes: all make the same engine, and all but the first then follow.
-        Raises RuntimeError in the first process, and whatever fails here.
+        If a model is on devices of several processes, all make the same engine, and then all but the first call this.
+        Raises RuntimeError in the first process, and any exception that a turn raises here.
         """
         if self._wire is None or self._intake.leads:
             raise RuntimeError("only an engine over several processes is followed, by all of them but the first")
@@ -283,12 +283,12 @@ class Front:
 
     @property
     def alive(self) -> bool:
-        """True while the engine's thread runs, which answers every call."""
+        """True while the engine's thread runs; it handles every call."""
         return self._actor.alive
 
     @property
     def intake(self) -> Intake:
-        """The checks of prompts and parameters, which make requests of them."""
+        """The intake, which checks prompts and parameters and makes requests of them."""
         return self._intake
 
     @property
@@ -297,7 +297,7 @@ class Front:
         return self._loop
 
     def __repr__(self) -> str:
-        # Read as they are, without a message: the engine's thread may be compiling.
+        # Read directly and not by a message, which would wait for the engine's thread if it is compiling.
         runner, scheduler = self._loop.runner, self._loop.scheduler
         size = runner.model.parameters
         return (
@@ -306,7 +306,7 @@ class Front:
         )
 
     def _check_asks(self) -> None:
-        """RuntimeError in a process that cannot ask the engine."""
+        """Raises RuntimeError in a process that may not call the engine: a fork, or a follower."""
         refuse_fork()
         if not self._intake.leads:
             raise RuntimeError(
@@ -328,10 +328,10 @@ class Front:
     def _deltas(
         self, requests: Sequence[Request], times: Iterable[float] | None, *, whole: bool = False
     ) -> Generator[Any, None, None]:
-        """The deltas of requests with their indices, with `whole` only the last of each sequence.
+        """Yields (index of the request, delta), with `whole` only the last delta of each sequence.
 
-        Submits the requests at `times`. With None it does so at once, where there is room for them, and first yields
-        None.
+        Submits the requests at `times`, in seconds from the start; those for which there is no room wait. If `times` is
+        None, queues all at once or raises QueueFull, and first yields None.
         """
         actor, news = self._actor, queue.SimpleQueue()
         reader, coming = Reader(requests, news.put, whole), deque(zip(times or (), requests, strict=False))

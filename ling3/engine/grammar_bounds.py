@@ -1,4 +1,4 @@
-"""Checks of a grammar by its text alone, before anything compiles it."""
+"""Limits on the size of a grammar, checked on its text before anything compiles it."""
 
 import json
 import re
@@ -9,16 +9,16 @@ from ling3.engine.one_of import check_one_of, target
 from ling3.engine.structured import Grammar, JSONSchema, Regex, Structured
 
 MOST_RULES = 10_000
-"""Rules and terminals of a grammar and its parts."""
+"""The most rules and terminals of a grammar and its parts together."""
 LONGEST_PATTERN = 2**16
-"""Characters of one regular expression: the time that it takes may grow with the square of its length."""
+"""The most characters of a regular expression, whose cost may grow with the square of its length."""
 MOST_REFERENCES = 64
-"""References of a schema, each inside the target of the one before it."""
+"""The most references of a schema that follow one another, each inside the target of the one before."""
 RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
 
 
 def check(structured: Structured) -> None:
-    """ValueError for a grammar beyond the bounds, and for an `oneOf` that cannot be enforced."""
+    """Raises ValueError for a grammar beyond the limits, and for a `oneOf` that cannot be enforced."""
     if (rules := _rules(structured)) > MOST_RULES:
         raise ValueError(f"it has {rules} rules and terminals, expected at most {MOST_RULES}")
     for part in _parts(structured):
@@ -31,7 +31,7 @@ def check(structured: Structured) -> None:
 
 
 def _parts(structured: Structured) -> Iterator[Structured]:
-    """It and, of a grammar, all its parts and theirs."""
+    """Yields the constraint and, if it is a `Grammar`, all its parts, recursively."""
     yield structured
     for part in dict(structured.parts).values() if isinstance(structured, Grammar) else ():
         yield from _parts(part)
@@ -47,7 +47,7 @@ def _check_pattern(pattern: str, name: str) -> None:
 
 
 def _check_schema(root: Any) -> None:
-    """Follows the references from the root, all those of one depth at a time."""
+    """Checks all patterns of a schema, and how deep its references go, level by level from the root."""
     seen, layer, depth = set[str](), [root], 0
     while layer:
         found = set[str]()
@@ -65,7 +65,7 @@ def _check_schema(root: Any) -> None:
 
 
 def _keywords(value: Any) -> Iterator[tuple[str, str]]:
-    """The keys with strings as values, but those of definitions, which only a reference applies."""
+    """Yields (key, value) for string values of a schema, except in definitions, which only references apply."""
     left = [value]
     while left:
         value = left.pop()

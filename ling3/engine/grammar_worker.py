@@ -1,8 +1,8 @@
-"""Tries grammars where a crash costs one request: the module of a process with limits, which imports nothing of ling3.
+"""Tries grammars in a process with limits, where a crash costs only one request. Imports nothing of ling3.
 
-llguidance bounds the states and items of a grammar, but neither its recursion nor all of its memory and time. Whatever
-compiles here, and has its first mask computed, does so in the engine's process too: by then it is known to end, and to
-take less of the stack than any thread has.
+llguidance bounds the states and items of a grammar, but not its recursion, nor all of its memory and time. A grammar
+that compiles here and yields its first mask does so in the engine's process too: it is then known to terminate, and to
+need less stack than any thread has.
 """
 
 # pyright: reportMissingImports=false
@@ -14,13 +14,13 @@ from typing import Any
 import llguidance
 
 STACK = 2**20
-"""Bytes of the stack on which grammars are tried. Threads have 8 MiB, and 2 where `ulimit -s` is unlimited."""
+"""Stack size in bytes for trying grammars. Threads have 8 MiB, or 2 MiB if `ulimit -s` is unlimited."""
 
 _tools: list[Any] = []
 
 
 def prepare(tokenizer: str, vocab: int, ends: list[int], limits: dict[str, Any]) -> None:
-    """Reads the tokenizer, given as the text of a `tokenizer.json`, which all grammars have in common."""
+    """Loads the tokenizer that all grammars share, given as the text of a `tokenizer.json`."""
     threading.stack_size(STACK)
     _tools[:] = [
         llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=ends or None),
@@ -29,13 +29,13 @@ def prepare(tokenizer: str, vocab: int, ends: list[int], limits: dict[str, Any])
 
 
 def answer(source: str) -> dict[str, Any]:
-    """Whether a grammar `compiles`, and the `error` that it has there, or in its first mask; None if it has none."""
+    """Returns whether a grammar `compiles`, and the `error` of compiling it or of its first mask, or None."""
     found: list[Any] = []
 
     def attempt() -> None:
         try:
             found.append(_tried(source))
-        except BaseException as error:  # a panic of llguidance's is no Exception
+        except BaseException as error:  # a panic in llguidance is a BaseException
             found.append(error)
 
     thread = threading.Thread(target=attempt)

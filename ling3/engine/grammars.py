@@ -1,16 +1,16 @@
 """Grammars on the host, by llguidance: which tokens may follow a text, and which must.
 
-llguidance (the extra `structured`) computes a mask when it is wanted, from the derivatives of the grammar's regular
-expressions and an Earley parser, so a new schema runs after milliseconds. xgrammar, the alternative, compiles tables
-over the whole vocabulary first, needs torch, and has no limits on what a hostile grammar may cost. llguidance's limits
-count states and items, not seconds: a grammar fails at the same token in every process and in any company.
+llguidance (the extra `structured`) computes a mask when it is needed, from the derivatives of the grammar's regular
+expressions and an Earley parser, so a new schema is ready within milliseconds. The alternative, xgrammar, first
+compiles tables over the vocabulary, needs torch, and does not limit what a hostile grammar may cost. llguidance's
+limits count states and items, not seconds: a grammar fails at the same token in every process, whatever else runs.
 
-Grammars are untrusted input, over which llguidance may crash, or take minutes or gigabytes. So each is first tried in a
+Grammars are untrusted input, on which llguidance may crash, or spend minutes or gigabytes. So each is first tried in a
 process with limits (`grammar_worker.py`), which dies in place of the engine's.
 
-A `Constraint` is a function of its grammar and of the tokens it was told, and of nothing else. Where the grammar leaves
-no choice of text, the tokens that the tokenizer makes of this text are forced: they are the answer by definition, also
-where the model would have cut the same text into other tokens.
+A `Constraint` depends only on its grammar and on the tokens that it has consumed. Where the grammar leaves no choice of
+text, the tokens that the tokenizer makes of this text are forced: they are the answer by definition, even where the
+model would have tokenized the same text differently.
 """
 
 # pyright: reportMissingImports=false
@@ -37,13 +37,13 @@ from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
 from ling3.text.tokenizer import Tokenizer
 
 WORD = 32
-"""Tokens of a word of a mask."""
+"""Tokens in one word of a mask, one bit each."""
 KEPT = 16
-"""Grammars that an engine keeps compiled."""
+"""The most compiled grammars that an engine keeps."""
 SECONDS = 3
-"""For one grammar to compile; one of 3,000 properties takes about half of one."""
+"""The time limit for compiling one grammar; one of 3,000 properties takes about half a second."""
 MEBIBYTES = 128
-"""Of address space for one grammar; one of 3,000 properties takes about 40."""
+"""The address space limit for compiling one grammar; one of 3,000 properties takes about 40 MiB."""
 TRIES = pathlib.Path(__file__).with_name("grammar_worker.py")
 LIMITS = {
     "max_items_in_row": 1_000,
@@ -55,40 +55,40 @@ LIMITS = {
 }
 """llguidance's limits for one grammar: about 20 ms to build its lexer and 15 ms for a mask, and 100 MB of states."""
 LONGEST_MESSAGE = 500
-"""The most characters of one of llguidance's messages in one of ours."""
+"""The most characters that our error messages quote from one of llguidance's."""
 
 
 def words(vocab: int) -> int:
-    """How many words of 32 bits a mask over a vocabulary has."""
+    """The number of 32-bit words in a mask over `vocab` tokens."""
     return -(-vocab // WORD)
 
 
 class Constraint:
-    """A sequence's place in its grammar.
+    """The state of a sequence's grammar after the tokens so far.
 
-    `forced` are the tokens that must follow the text so far, `mask` has a bit for each token that may follow these:
-    bit i of word w stands for token 32·w + i. Special tokens are no text, so none is in the mask but those that the
-    grammar names, and where the text may end, `ends`. It is `complete` where it can only end, which it is `whole` after
-    what is forced, and `error` says what was wrong where llguidance gave up, or broke.
+    `forced` are the tokens that must follow the text so far, and `mask` has a bit for each token that may follow these:
+    bit i of word w is for token 32·w + i. Special tokens are not text: the mask has only those that the grammar names,
+    and `ends` where the text may end. `whole` is True if the text can only end after the forced tokens, and `complete`
+    if it can only end now. `error` says what was wrong if llguidance gave up or failed.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocab: int, eos: Sequence[int]):
         self._matcher = matcher
-        # llguidance lets a text end by the ids of `eos`, which are the model's and may be no ends of this sequence.
+        # llguidance lets a text end with the model's `eos` ids, which need not be among this sequence's `ends`.
         self._ends, self._eos, self._end_ids = _bits(ends, vocab), _bits(eos, vocab), frozenset(ends)
         self.forced: collections.deque[int] = collections.deque()
         self.complete, self.error = False, None
         self._look()
 
     def copy(self) -> "Constraint":
-        """Another sequence's, at the same place."""
+        """A copy in the same state, for another sequence."""
         other = object.__new__(Constraint)
         other.__dict__.update(self.__dict__)
         other._matcher, other.forced = self._matcher.deep_copy(), self.forced.copy()
         return other
 
     def advance(self, token: int) -> None:
-        """Goes on by the token that was chosen."""
+        """Advances the grammar by the token that was chosen."""
         if self.forced:
             expected = self.forced.popleft()
             assert token == expected, f"token {token} was chosen where {expected} was forced"
@@ -99,7 +99,7 @@ class Constraint:
             self.error = _message(self._matcher.get_error())
 
     def plan(self, most: int) -> StepPlan:
-        """The plan of a call of `most` steps: the forced tokens, and one more that the mask allows."""
+        """Plans a decode call of at most `most` steps: the forced tokens, then one more that the mask allows."""
         forced = list(itertools.islice(self.forced, most))
         sampled = len(forced) < most and len(forced) == len(self.forced) and not self.whole
         return StepPlan(len(forced) + sampled, forced, self.mask)
@@ -107,20 +107,20 @@ class Constraint:
     def take(
         self, token: int, count: int, least: int, reason: FinishReason | None
     ) -> tuple[FinishReason | None, str | None]:
-        """Goes on by the last of `count` tokens; why the sequence ends with it, if it does, and what was wrong."""
+        """Advances by the last of `count` tokens; returns (why the sequence ends with it or None, an error or None)."""
         try:
             self.advance(token)
             if self.complete:
                 return "stop", None
             error = None if reason is not None else self.blocked(count, least)
-        except BaseException as fault:  # a panic of llguidance's is no Exception
+        except BaseException as fault:  # a panic in llguidance is a BaseException
             error = f"the grammar failed after {count} tokens of the output: {fault!r}"
         return (reason, None) if error is None else ("error", error)
 
     def blocked(self, count: int, least: int) -> str | None:
-        """Why no token can follow the `count` of the output, of which there must be `least` before an end; else None.
+        """The reason why no token can follow the output's `count` tokens, or None if one can.
 
-        Ends are struck out before that.
+        End ids are excluded until the output has `least` tokens (`min_tokens`).
         """
         if self.error is not None:
             return f"the grammar failed after {count} tokens of the output: {self.error}"
@@ -134,7 +134,7 @@ class Constraint:
         return None
 
     def _look(self) -> None:
-        """Finds what must and what may follow, after a token that was chosen."""
+        """Updates `forced`, `mask`, `whole` and `complete` after a token was consumed."""
         matcher, self.whole, mask = self._matcher, False, np.zeros_like(self._ends)
         while True:
             follow = matcher.compute_ff_tokens()
@@ -158,9 +158,9 @@ class Constraint:
         self.mask, self.complete = mask, self.whole and not self.forced
 
     def _computed(self) -> UInt32[np.ndarray, " words"]:
-        """The mask of the next token, as wide as the vocabulary.
+        """The mask of the next token, cut to the words of the vocabulary.
 
-        llguidance's has a bit more than there are tokens, so a word more where the tokens fill theirs.
+        llguidance's mask has one bit more than there are tokens: one word more if the tokens fill the last word.
         """
         mask, expected = np.frombuffer(self._matcher.compute_bitmask(), np.uint32), len(self._ends)
         if len(mask) < expected:
@@ -169,9 +169,9 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars over a tokenizer's vocabulary, with `vocab` tokens of which the `ends` end a text.
+    """Compiles and caches grammars over a tokenizer's vocabulary of `vocab` tokens, of which the `ends` end a text.
 
-    With `tried` False it compiles those that another process's engine has tried.
+    With `tried` False it skips the process with limits, because another process's engine has tried each grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int], tried: bool = True):
@@ -180,10 +180,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, structured: Structured, ends: Sequence[int]) -> Constraint:
-        """A sequence's constraint at its beginning; `ends` are the ids that end it.
+        """A sequence's constraint before its first token; `ends` are the ids that end the sequence.
 
-        Raises ValueError for a grammar that does not compile, that nothing satisfies or only the empty text, or that is
-        beyond the limits, and where llguidance is missing.
+        Raises ValueError for a grammar that does not compile, that is beyond the limits, or that no text or only the
+        empty text satisfies, and if llguidance is not installed.
         """
         key = (structured, tuple(ends))
         with self._lock:
@@ -220,7 +220,7 @@ class Grammars:
         return constraint
 
     def _try(self, source: str, name: str) -> None:
-        """Compiles a grammar in a process with limits; ValueError, with its `name`, for one that has an error."""
+        """Compiles a grammar in the process with limits; raises ValueError, with its `name`, if that fails."""
         try:
             found = self._process.ask(SECONDS, source=source)
         except LimitExceeded as error:
@@ -231,7 +231,7 @@ class Grammars:
 
     @functools.cached_property
     def _process(self) -> LimitedProcess:
-        """Where grammars are tried."""
+        """The process with limits in which grammars are tried."""
         fields = {"vocab": self._vocab, "ends": list(self._ends), "limits": LIMITS}
         backend = self._tokenizer.backend
         process = LimitedProcess(TRIES, MEBIBYTES, lambda: {"tokenizer": backend.to_str(), **fields})
@@ -240,7 +240,7 @@ class Grammars:
 
     @functools.cached_property
     def _tools(self) -> tuple[Any, Any]:
-        """llguidance's form of the tokenizer, and the limits."""
+        """The tokenizer in llguidance's form, and llguidance's limits."""
         guidance = _guidance()
         try:
             tokenizer = guidance.LLTokenizer(
@@ -260,7 +260,7 @@ def _guidance() -> Any:
 
 
 def _sources(matcher: Any, structured: Structured, name: str) -> list[dict[str, Any]]:
-    """llguidance's grammar of this name and those that it refers to; ValueError for an invalid one."""
+    """llguidance's grammar for a constraint, under this name, and its parts'; raises ValueError for invalid ones."""
     if isinstance(structured, Grammar):
         parts = [each for part, inner in dict(structured.parts).items() for each in _sources(matcher, inner, part)]
         if repeated := [part for part, count in collections.Counter(x["name"] for x in parts).items() if count > 1]:
@@ -285,15 +285,15 @@ def _json(matcher: Any, structured: JSONSchema | JSONObject) -> str:
         "whitespace_flexible": False,
         "item_separator": comma,
         "key_separator": colon,
-        "json_allow_general_unicode_escapes": False,  # among which are surrogates
-        "coerce_one_of": True,  # whose options are known to exclude each other
+        "json_allow_general_unicode_escapes": False,  # these include surrogates
+        "coerce_one_of": True,  # `one_of.py` has checked that the options exclude each other
         "lenient": False,
     }
     return matcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
 def _bits(ids: Sequence[int], vocab: int) -> UInt32[np.ndarray, " words"]:
-    """The mask of some tokens."""
+    """A mask with the bits of the given tokens."""
     mask = np.zeros(words(vocab), np.uint32)
     for token in ids:
         mask[token // WORD] |= np.uint32(1 << token % WORD)
@@ -301,7 +301,7 @@ def _bits(ids: Sequence[int], vocab: int) -> UInt32[np.ndarray, " words"]:
 
 
 def _only(mask: UInt32[np.ndarray, " words"]) -> int | None:
-    """The one token of a mask; None if it has none or several."""
+    """The only token of a mask; None if the mask has none or several."""
     (used,) = np.nonzero(mask)
     if len(used) != 1 or int(mask[used[0]]).bit_count() != 1:
         return None
@@ -309,12 +309,12 @@ def _only(mask: UInt32[np.ndarray, " words"]) -> int | None:
 
 
 def _message(error: str) -> str:
-    """What was wrong by an error of llguidance's, in one line."""
+    """One of llguidance's errors, in one line."""
     text = error.replace("<non-verbose/>", "")
     return "no token can follow" if text.startswith("NoExtension") else _short(text)
 
 
 def _short(text: str) -> str:
-    """A message of llguidance's in one line."""
+    """A text in one line of at most `LONGEST_MESSAGE` characters."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "…"

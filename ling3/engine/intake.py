@@ -1,4 +1,4 @@
-"""Checks prompts and settings before any work is done, and makes requests of prompts."""
+"""Checks prompts and sampling parameters before any work is done, and makes requests of them."""
 
 import contextlib
 import dataclasses
@@ -28,33 +28,33 @@ from ling3.text.detokenizer import StopStrings
 from ling3.text.tokenizer import Tokenizer
 
 Truncate = Literal["prompt", "output"] | None
-"""What is cut if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or nothing (an error)."""
+"""The part to shorten if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or none (an error)."""
 
 UNSUPPORTED = "the forward passes of this engine do not support it"
 
 
 @dataclasses.dataclass
 class Intake:
-    """Makes requests of prompts and sampling parameters. Raises ParameterError for what can never be answered."""
+    """Makes requests of prompts and sampling parameters. Raises ParameterError if a request can never be answered."""
 
     tokenizer: Tokenizer | None
     vocab: int
     ends: Sequence[int]
-    """The end ids of model and tokenizer."""
+    """The end-of-text ids of model and tokenizer."""
     settings: EngineSettings
     shapes: Shapes
     parts: frozenset[str]
-    """Which optional parts of a `Batch` the engine's programs take."""
+    """The optional parts of a `Batch` that the engine's programs accept."""
     snapshots: SnapshotChecks | None = None
-    """The checks of the engine's snapshots; None where it keeps none."""
+    """The checks of snapshots; None if the engine supports none."""
     leads: bool = True
-    """False: another process has checked each request before."""
+    """False if another process has already checked each request."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
-    """What the model shows to a recorder; None: they capture nothing and take no interventions."""
+    """The shapes of the arrays that the model records; None if captures and interventions are not supported."""
 
     @staticmethod
     def of(runner: Runner, tokenizer: Tokenizer | None, settings: EngineSettings, leads: bool = True) -> "Intake":
-        """The intake of an engine over a runner."""
+        """The intake of the engine that uses `runner`."""
         model, shapes, programs, snapshots = runner.model, runner.shapes, runner.forward, None
         alone = placement_of(model) is None
         if alone and programs.snapshots:
@@ -74,25 +74,25 @@ class Intake:
         )
 
     def portable(self) -> "Intake":
-        """This intake for another process, which has a tokenizer of its own and no snapshots."""
+        """A copy for another process, where a tokenizer is filled in; it supports no snapshots."""
         shapes = None if self.sites is None else functools.partial(dict, self.sites())
         return dataclasses.replace(self, tokenizer=None, snapshots=None, sites=shapes)
 
     @property
     def room(self) -> int:
-        """The most tokens of a request."""
+        """The most tokens of a request, prompt and output."""
         assert self.settings.max_model_len is not None, "settled"
         return self.settings.max_model_len
 
     @property
     def pages(self) -> int:
-        """The pages that one sequence can have: those of its group of devices."""
+        """The most pages that one sequence can get, those of one group of devices."""
         return self.shapes.pages // self.shapes.groups
 
     def request(
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
     ) -> Request:
-        """The checked request; errors call the prompt by `name`."""
+        """Checks a prompt and makes a request of it; errors call the prompt by `name`."""
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
@@ -128,7 +128,7 @@ class Intake:
     def check(
         self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
     ) -> tuple[list[int], SamplingParams, tuple[int, ...], Constraint | None]:
-        """The prompt's ids and the params that fit, the ids that end an answer, and its constraint."""
+        """The prompt's ids and the params, shortened to fit; the ids that end an answer; its constraint."""
         params = SamplingParams() if params is None else params
         if params.n > self.settings.max_queue:
             raise ParameterError("n", f"n is {params.n}, but max_queue is {self.settings.max_queue}")
@@ -146,7 +146,7 @@ class Intake:
         else:
             encoded = self._continued(before, params, name)
             truncate = None if truncate == "prompt" else truncate
-        # The length first: it is known at once, and a look at every id of a long prompt takes a while.
+        # The length is checked first: checking every id of a long prompt takes a while.
         places, params = self._fitted(range(check_length(encoded, name)), params, truncate, name)
         ids = check_prompt(encoded, self.vocab, name)[places.start :]
         return ids, params, ends, self._constraint(params, ends)
@@ -159,7 +159,7 @@ class Intake:
         truncate: Truncate,
         name: str = "prompt {}",
     ) -> list[Request]:
-        """A checked request for each prompt, called by its index in `name`; `params` are for all, or one for each."""
+        """A checked request for each prompt, called `name` with its index; `params` are for all, or one for each."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ParameterError(
@@ -168,7 +168,7 @@ class Intake:
         return [self.request(next(ids), prompts[i], own, truncate, name.format(i)) for i, own in enumerate(each)]
 
     def left(self, tokens: int) -> int:
-        """The largest `max_tokens` after a prompt of so many tokens; less than 1 if there is no room for any."""
+        """The largest `max_tokens` for a prompt of `tokens` tokens; less than 1 if there is no room for any."""
         most = (
             self.room
             if self.shapes.most_pages <= self.pages
@@ -182,7 +182,7 @@ class Intake:
         return Grammars(self.tokenizer, self.vocab, self.ends, tried=self.leads)
 
     def _watched(self, params: SamplingParams) -> tuple[tuple[Intervention, ...], tuple[str, ...]]:
-        """The interventions, ready for the model, and the paths of what is to be captured."""
+        """The interventions, prepared for the model, and the recorder's paths of the arrays to capture."""
         if not params.interventions and params.capture is None:
             return (), ()
         if self.sites is None:
@@ -195,7 +195,7 @@ class Intake:
             return interventions, () if params.capture is None else params.capture.paths(shapes)
 
     def _constraint(self, params: SamplingParams, ends: Sequence[int]) -> Constraint | None:
-        """A sequence's constraint at its beginning; None without a grammar."""
+        """A sequence's constraint before its first token; None without a grammar."""
         if params.structured is None:
             return None
         if self.tokenizer is None:
@@ -207,7 +207,7 @@ class Intake:
         return constraint
 
     def _encoded(self, prompt: Any, name: str, **how: Any) -> Any:
-        """A text or a chat as ids; anything else as it is. `how` a text is encoded is as in `Tokenizer.encode`."""
+        """Encodes a text (`how` are options of `Tokenizer.encode`) or a chat; returns any other prompt unchanged."""
         if not _is_chat(prompt) and not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -218,13 +218,13 @@ class Intake:
             return self.tokenizer.apply_chat_template(prompt)
 
     def _continued(self, prompt: Continued, params: SamplingParams, name: str) -> list[int]:
-        """The ids of a snapshot and of what follows it; both are checked."""
+        """The ids of a snapshot and of the prompt appended to it, both checked."""
         if self.snapshots is None:
             raise ParameterError(name, f"{name} is a snapshot, and {NONE_KEPT}")
         with _about(name):
             self.snapshots.check(prompt.snapshot, name)
         before, more = list(prompt.snapshot.token_ids), prompt.more
-        if not isinstance(more, str) or more:  # only text that there is needs a tokenizer
+        if not isinstance(more, str) or more:  # an empty text needs no tokenizer
             more = self._encoded(more, name, add_special_tokens=False)
         if _is_chat(prompt.more):
             same = next((i for i, pair in enumerate(zip(before, more, strict=False)) if len({*pair}) > 1), None)
@@ -244,7 +244,7 @@ class Intake:
     def _fitted(
         self, places: range, params: SamplingParams, truncate: Truncate, name: str
     ) -> tuple[range, SamplingParams]:
-        """The prompt's places and params, one of them cut where they do not fit and `truncate` says which."""
+        """The prompt's positions and the params; if they do not fit, shortens one of them as `truncate` says."""
         if truncate == "output" and len(places) < self.room:
             most = min(params.max_tokens, self.room - len(places))
             params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
@@ -265,7 +265,7 @@ class Intake:
 
 @contextlib.contextmanager
 def _about(field: str, before: str = "") -> Iterator[None]:
-    """Makes a ValueError a ParameterError of the `field`, with the text `before` its message."""
+    """Turns a ValueError into a ParameterError about the `field`, with the text `before` its message."""
     try:
         yield
     except ValueError as error:
@@ -273,7 +273,7 @@ def _about(field: str, before: str = "") -> Iterator[None]:
 
 
 def listed(prompts: Any) -> list[Any]:
-    """The prompts as a list: a text, ids, a chat and a snapshot are one each."""
+    """The prompts as a list; a single text, list of ids, chat or snapshot becomes a list of one."""
     if isinstance(prompts, (bytes, Mapping, Set)):
         raise ParameterError("prompts", f"prompts are {shown(prompts)}, expected a list; a chat is a list of messages")
     several = [prompts] if isinstance(prompts, (str, Snapshot, Continued)) else list(prompts)

@@ -1,12 +1,12 @@
 """One engine in several processes: each runs the same loop, on its own devices, over the same messages.
 
-Programs over devices of several processes need all of these to dispatch them in the same order. Which ones, and in
-which order, follows from what a loop is given. So the first process broadcasts each turn's inbox (requests as token ids
-and sampling parameters, a few hundred bytes each, and aborts), and the loops of all processes take it and do the turn
-(`follow`): they choose, detokenize, preempt and compute the masks of grammars for themselves. What is kept on the host
-of a preempted sequence stays in the process whose devices have it.
+A program over the devices of several processes needs all of them to dispatch it, in the same order. A loop is
+deterministic: what it dispatches follows from its messages. So the first process broadcasts each turn's messages
+(requests as token ids and sampling parameters, a few hundred bytes each, and aborts), and every process applies them to
+its loop and runs the turn (`follow`). Each process schedules, detokenizes, preempts and computes grammar masks by
+itself. The host copy of a preempted sequence stays in the process whose devices held it.
 
-A loop takes messages between turns only: what a callback asks during a turn waits for the turn's end.
+A loop takes messages between turns only: what a callback requests during a turn waits for the turn's end.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from ling3.runtime.processes import Wire
 
 END = "end"
 Message = Callable[..., Any]
-"""What is called with a loop and arguments: a method of `Requests`, which has a name, or another function."""
+"""A function that is called with a loop and arguments: a method of `Requests`, which has a name, or another."""
 CHANGES = (
     *(Requests.enqueue, Requests.abort, Requests.give_up, Requests.forget_prefixes),
     *(Requests.begin_warmup, Requests.compile_next, Requests.end_warmup),
 )
-"""The methods that all processes call in the same order."""
+"""The methods that change a loop, which all processes call in the same order."""
 
 
 def wire_of(model: CausalLM) -> Wire | None:
-    """The connection of the processes of a model's mesh; None for a model of one process."""
+    """The connection between the processes of a model's mesh; None for a model of one process."""
     return Wire() if isinstance(model, Sharded) and model.placement.processes > 1 else None
 
 
 def leads(wire: Wire | None) -> bool:
-    """True in the process whose callers ask the engine."""
+    """True in the first process, whose callers use the engine."""
     return wire is None or jax.process_index() == 0
 
 
 def shared(settings: EngineSettings, wire: Wire) -> EngineSettings:
-    """The first process's settings, in all."""
+    """The first process's settings, which it broadcasts to all others."""
     if not leads(wire):
         return EngineSettings(**json.loads(wire.hear()))
     wire.tell(json.dumps(dataclasses.asdict(settings)))
@@ -58,27 +58,27 @@ def shared(settings: EngineSettings, wire: Wire) -> EngineSettings:
 
 
 class Leader:
-    """The first process's loop, whose changes are those of all processes."""
+    """The first process's loop, whose changes are broadcast to all processes."""
 
     def __init__(self, loop: Requests, wire: Wire):
         self._loop, self._wire = loop, wire
         self._inbox: list[tuple[str, Sequence[Any]]] = []  # not broadcast yet
-        self._later: list[tuple[Message, Sequence[Any]]] = []  # for the end of the turn under way
+        self._later: list[tuple[Message, Sequence[Any]]] = []  # to apply at the end of the current turn
         self._in_turn, self._closed = False, False
         self._broken: Exception | None = None
         loop.on_raise = functools.partial(self.take, Requests.give_up)
 
     def take(self, method: Message, *args: Any) -> Any:
-        """Calls a method of the loop, one of `CHANGES` in all processes: during a turn, once that has ended.
+        """Calls a method of the loop; if it is one of `CHANGES`, all processes do.
 
-        What is queued during a turn waits for room.
+        During a turn, a change waits for the turn's end, and requests then wait for room in the queue (no QueueFull).
         """
         if method not in CHANGES:
             return method(self._loop, *args)
         if self._in_turn:
             self._later.append((method, (args[0], True) if method is Requests.enqueue else args))
             return method is Requests.abort and args[0] in self._loop.requests
-        if method is Requests.compile_next:  # each process waits in the program for all others
+        if method is Requests.compile_next:  # the program runs collectives, so all processes must run it now
             self._broadcast(method.__name__)
             return method(self._loop)
         try:
@@ -87,7 +87,7 @@ class Leader:
             self._inbox.append((method.__name__, _written(method, args)))
 
     def turn(self) -> Iterator[Call]:
-        """One turn of every process's loop; raises the fault of an earlier one, in which the others may still be."""
+        """Runs one turn in every process. Raises the fault of an earlier turn, in which the others may still be."""
         if self._broken is not None:
             raise self._broken
         self._broadcast("turn")
@@ -101,7 +101,7 @@ class Leader:
                 self.take(method, *args)
 
     def fail(self, error: Exception) -> Exception:
-        """Ends every request in `error`, for good: the other processes are amid the turn that failed."""
+        """Ends every request in `error`. The engine cannot go on: the other processes are still in the failed turn."""
         self._broken = error
         self._loop.end_all(error)
         return error
@@ -118,7 +118,7 @@ class Leader:
 
 
 def follow(loop: Requests, intake: Intake, wire: Wire) -> None:
-    """Takes the inboxes of the first process's loop, and does its turns, until that one's engine ends."""
+    """Applies the first process's messages to this loop and runs its turns, until the first process's engine ends."""
     while True:
         for name, args in json.loads(wire.hear()):
             match name:
@@ -139,7 +139,7 @@ def follow(loop: Requests, intake: Intake, wire: Wire) -> None:
 
 
 def _written(method: Message, args: Sequence[Any]) -> Sequence[Any]:
-    """A message's arguments for JSON."""
+    """A message's arguments as JSON values."""
     if method is Requests.enqueue:
         requests, waits = args
         return list(map(_fields, requests)), waits
@@ -157,7 +157,7 @@ def _fields(request: Request) -> dict[str, Any]:
 
 def _read(intake: Intake, written: dict[str, Any]) -> Request:
     fields = written["params"]
-    if fields["logit_bias"] is not None:  # whose keys JSON has made strings
+    if fields["logit_bias"] is not None:  # JSON has made the keys strings
         fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     fields["structured"] = structured.read(fields["structured"])
     return intake.request(written["id"], written["ids"], SamplingParams(**fields), None, "prompt")

@@ -1,4 +1,4 @@
-"""Masks of a vocabulary: bit i of word w says whether a row may be given token 32·w + i, as in llguidance."""
+"""Token masks over a vocabulary: bit i of word w is 1 if a row may get token 32·w + i, as in llguidance."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
@@ -9,7 +9,7 @@ from ling3.engine.grammars import WORD
 def mask_of_step(
     forced: Int32[Array, "rows steps"], allowed: UInt32[Array, "rows words"], step: Int32[Array, ""]
 ) -> UInt32[Array, "rows words"]:
-    """The mask of each row's token of a step: the forced token alone, or `allowed` where that is -1."""
+    """Each row's mask in one step: only the forced token, or `allowed` where that is -1."""
     token = jnp.take(forced, step, axis=1)[:, None]
     word = jnp.arange(allowed.shape[1], dtype=jnp.int32)[None]
     bit = jnp.left_shift(jnp.uint32(1), (token % WORD).astype(jnp.uint32))
@@ -24,6 +24,6 @@ def masked(
 
 
 def bits(allowed: UInt32[Array, "batch words"], vocab: int) -> Bool[Array, "batch vocab"]:
-    """A mask's bits, one for each token."""
+    """Unpacks masks into one boolean for each token."""
     shifted = allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]
     return (shifted & 1).astype(bool).reshape(allowed.shape[0], -1)[:, :vocab]

@@ -1,4 +1,4 @@
-"""The memory that an engine takes of each device, or on a CPU of the machine."""
+"""The memory that an engine takes on each device (on a CPU, of the machine), and how much is free."""
 
 import dataclasses
 import os
@@ -17,28 +17,28 @@ from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
 from ling3.runtime.processes import least
 
-# Where Linux says what memory there is.
+# Where Linux reports free memory.
 MEMORY = pathlib.Path("/proc/meminfo")
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that an engine's memory takes of each device, and the bytes that are free there."""
+    """The bytes that an engine's memory takes on each device, and the bytes that are free there."""
 
     groups: int
-    """Groups of devices of which each has a part of the slots and pages."""
+    """The number of device groups, each of which has a part of the slots and pages."""
     states: int
     """Bytes of a slot's states; 0 if the model has none."""
     slot: int
-    """Bytes of a slot: its states, and a bias and a count of each token."""
+    """Bytes of a slot: its states, and a logit bias and a count for each token of the vocabulary."""
     page: int
     window: int | None
-    """The window behind which a sequence needs no pages; None if it needs all."""
+    """The sliding window in tokens, behind which a sequence needs no pages; None if it needs all."""
     free: int
 
     @staticmethod
     def of(model: CausalLM, settings: EngineSettings) -> "Footprint":
-        """The footprint of an engine of `model`."""
+        """The footprint of an engine that runs `model`."""
         dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
         memory = eqx.filter_eval_shape(new_memory, model, CacheSpec(1, 1, settings.page_size, dtype, packed))
         states, page = (_of_a_device(model, part) for part in (slots_of(memory), pages_of(memory)))
@@ -53,9 +53,9 @@ class Footprint:
         )
 
     def pages_that_fit(self, slots: int, most: int, mem_fraction: float) -> int:
-        """As many pages as fit into `mem_fraction` of the free memory beside the slots, at most `most` for each slot.
+        """The pages that fit, with the slots, into `mem_fraction` of the free memory; at most `most` for each slot.
 
-        Groups of devices have as many each. Raises ValueError if that is not one.
+        Each group of devices has the same number of them. Raises ValueError if not one page fits.
         """
         slots //= self.groups
         fit = int(mem_fraction * self.free - slots * self.slot) // max(self.page, 1)
@@ -68,7 +68,7 @@ class Footprint:
         return self.groups * min(fit, slots * most)
 
     def check(self, slots: int, pages: int) -> None:
-        """ValueError if there is no memory for so many slots and pages."""
+        """Raises ValueError if the slots and pages need more memory than is free."""
         slots, pages = slots // self.groups, pages // self.groups
         taken = slots * self.slot + pages * self.page
         if taken > self.free:
@@ -80,7 +80,7 @@ class Footprint:
 
 
 def _of_a_device(model: CausalLM, states: State) -> int:
-    """Bytes of some states on each device."""
+    """The bytes that some states take on each device."""
     placement = placement_of(model)
     sharers = 1 if placement is None else placement.sharers
     sizes = (x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
@@ -88,9 +88,9 @@ def _of_a_device(model: CausalLM, states: State) -> int:
 
 
 def free_bytes(placement: Placement | None = None) -> int:
-    """Free bytes of the default device, or on a mesh the fullest device, of whichever process.
+    """Free bytes of the default device; on a mesh those of the fullest device, in whichever process.
 
-    For the CPU, what the machine has, with the files that it would forget.
+    For CPU devices, the machine's available memory (page cache included), divided by their number.
     """
     if placement is None:
         return _free(jax.local_devices()[:1])

@@ -1,8 +1,8 @@
-"""Whether the options of a schema's `oneOf` exclude each other.
+"""Proves that the options of a schema's `oneOf` exclude each other.
 
-A grammar can say that a value has one form or another, but not that it has one and no other: it enforces `anyOf`. The
-two are the same where no value satisfies two options, which is proven here where it can be: by types, by `const` and
-`enum`, and by properties that one option requires and the other gives another value, or does not allow.
+A grammar can enforce `anyOf`, but not that exactly one option holds. The two are the same if no value satisfies two
+options, which is proven here where possible: by types, by `const` and `enum`, and by properties that one option
+requires and the other forbids or allows only with other values.
 """
 
 import json
@@ -12,11 +12,11 @@ from itertools import combinations, product
 from typing import Any
 
 DEEPEST = 4
-"""Levels of properties, and of options within options, that are compared."""
+"""The most levels of properties, and of options within options, that are compared."""
 MOST_FOLLOWED = 64
-"""References and `allOf`s of an option that are followed."""
+"""The most references and `allOf`s of an option that are followed."""
 MOST_COMPARISONS = 100_000
-"""Pairs of schemas, of their values and of their properties: about a second."""
+"""The most comparisons of schemas, of their values and of their properties: about a second."""
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -29,7 +29,7 @@ REMEDY = (
 
 
 def check_one_of(root: Any) -> None:
-    """ValueError for an `oneOf` in a schema unless it is certain that its options exclude each other."""
+    """Raises ValueError for a `oneOf` in a schema unless its options provably exclude each other."""
     comparison = _Comparison(root)
     for place, schema in _schemas(root):
         if not isinstance(options := schema.get("oneOf"), list):
@@ -42,7 +42,7 @@ def check_one_of(root: Any) -> None:
 
 
 def target(root: Any, reference: str) -> Any:
-    """The schema that a reference into its own document stands for; None if that is nothing, or elsewhere."""
+    """The schema that a reference into its own document points to; None if there is none, or it is elsewhere."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
@@ -56,7 +56,7 @@ def target(root: Any, reference: str) -> Any:
 
 
 def _schemas(root: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every schema of a document that can apply, with its place."""
+    """Yields (place, schema) for every schema of a document that can apply."""
     left, followed = [("#", root)], set[str]()
     while left:
         place, schema = left.pop()
@@ -71,19 +71,19 @@ def _schemas(root: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 left += [(f"{place}/{key}/{i}", each) for i, each in enumerate(inner)]
         left += [(f"{place}/{key}", schema[key]) for key in SINGLE if key in schema]
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in followed:  # it may lead to where no schema is looked for
+        if isinstance(reference, str) and reference not in followed:  # its target may be outside the keywords above
             followed.add(reference)
             left.append((reference, target(root, reference)))
 
 
 class _Comparison:
-    """Compares schemas of one document; after too many comparisons nothing is certain any more."""
+    """Compares schemas of one document; after too many comparisons it proves nothing any more."""
 
     def __init__(self, root: Any):
         self._root, self.left = root, MOST_COMPARISONS
 
     def exclude(self, one: Any, other: Any, depth: int) -> bool:
-        """True if it is certain that no value satisfies both."""
+        """True if no value provably satisfies both schemas."""
         ones, others = self._facts(one), self._facts(other)
         self.left -= 1 + sum(_size(fact) for fact in (*ones, *others))
         if depth == 0 or self.left < 0:
@@ -104,7 +104,7 @@ class _Comparison:
         )
 
     def _facts(self, schema: Any) -> list[Mapping[str, Any]]:
-        """The schema, and those that its references and `allOf` add: all of them hold."""
+        """The schema and those that its references and `allOf` add; a value must satisfy all of them."""
         facts, left = [], [schema]
         for _ in range(MOST_FOLLOWED):
             if not left:
@@ -119,7 +119,7 @@ class _Comparison:
         return facts
 
     def _by_property(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """True if `one` requires a property that the `other` does not allow, or only with other values."""
+        """True if `one` requires a property that the `other` forbids, or allows only with other values."""
         required, (mine, theirs) = one.get("required"), map(_properties, (one, other))
         others = True if "patternProperties" in other else other.get("additionalProperties", True)
         return isinstance(required, list) and any(
@@ -130,7 +130,7 @@ class _Comparison:
 
 
 def _size(schema: Mapping[str, Any]) -> int:
-    """What it takes to compare a schema."""
+    """The cost of comparing a schema, in comparisons."""
     required = schema.get("required")
     return len(_values(schema) or ()) + (len(required) if isinstance(required, list) else 0)
 
@@ -175,7 +175,7 @@ def _other_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _written(value: Any) -> str:
-    """A value as the same text however it is written: 1.0 is 1, and keys have no order."""
+    """A value as canonical JSON: 1.0 equals 1, and keys are sorted."""
     return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
 
 

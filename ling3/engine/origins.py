@@ -16,16 +16,16 @@ from ling3.model import CausalLM
 
 
 def origin(model: CausalLM, settings: EngineSettings, shapes: Shapes, execution: Execution) -> Mapping[str, Any]:
-    """All that the bits of a snapshot depend on: the weights, and what `EngineSettings` says of last bits."""
+    """Everything that a snapshot's bits depend on: the weights, and the settings that may change last bits."""
     names = ("page_size", "chunked_prefill_size", "token_paddings", "decode_rows", "decode_steps", "batch_invariant")
     found = {"model": checksum(model), "cache_dtype": settings.cache_dtype, "execution": execution}
-    if shapes.window is not None:  # how many pages a window needs is in steps of the known prefixes
+    if shapes.window is not None:  # the pages kept for a window are rounded to steps of the known prefixes
         found["prefix_step"] = None if shapes.grid is None else shapes.grid.step
     return found | {name: getattr(settings, name) for name in names}
 
 
 def checksum(model: CausalLM) -> str:
-    """Of a model's config and of every bit of its weights, which are read once."""
+    """A hash of a model's config and of a checksum of each array of its weights, which reads them once."""
     leaves = jax.tree.leaves(model)
     sums = jax.device_get([_sum(leaf) for leaf in leaves])
     parts = [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]
@@ -34,7 +34,7 @@ def checksum(model: CausalLM) -> str:
 
 @jax.jit
 def _sum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """Σ_i (2i + 1) · word_i modulo 2^32: it changes with any one number."""
+    """Σ_i (2i + 1) · word_i modulo 2^32, which changes if any one number changes."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(8 * x.dtype.itemsize, 32)}"))
     words = x.reshape(-1).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Answers of an engine: deltas as they come, and completions when they are whole."""
+"""Answers of an engine: deltas as they come, and completions once they are finished."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,77 +8,76 @@ from ling3.engine.capture import Captured
 from ling3.engine.snapshots import Snapshot
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""An end id, a stop string, or a grammar that allows nothing more; `max_tokens` tokens; `Engine.abort`; a fault of this
-request's, in `Completion.error`."""
+"""`stop`: an end id, a stop string, or a grammar that allows nothing more. `length`: `max_tokens` tokens. `abort`: by
+the caller. `error`: a fault, which `Completion.error` describes."""
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """How likely a token was, as a natural logarithm, under the model's own logits."""
+    """The log-probability of a token, in nats, under the model's unchanged logits."""
 
     token_id: int
     logprob: float
     top: Mapping[int, float]
-    """The likeliest tokens, likeliest first, as many as `logprobs` (or `prompt_logprobs`) asks for."""
+    """The log-probabilities of the `logprobs` (or `prompt_logprobs`) likeliest tokens, likeliest first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """Where a completion's time went, in seconds; None for what never happened."""
+    """How long the parts of a completion took, in seconds; None for a part that was not reached."""
 
     queued: float | None
-    """From `submit` to a slot."""
+    """From `submit` until the request got a slot."""
     first_token: float | None
     """From `submit` to the first token."""
     per_token: float | None
-    """Between two tokens after the first, on average."""
+    """The average time for each token after the first."""
     total: float
     """From `submit` to the end."""
     preemptions: int
-    """How often the request had to make room for an older one."""
+    """How often the request was preempted to make room for an older one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One continuation of a prompt, finished or growing."""
+    """One finished continuation of a prompt."""
 
     index: int
-    """Which of the `n` of its request."""
+    """Its number among the `n` completions of the request."""
     text: str
-    """Without the stop string or control tokens; empty where the engine has no tokenizer."""
+    """The text, without the stop string and control tokens; empty if the engine has no tokenizer."""
     token_ids: Sequence[int]
-    """With the end id, or up to the token that completed a stop string."""
+    """The new tokens, including the end id or the token that completed a stop string."""
     logprobs: Sequence[Logprob] | None
-    """One per token, if they were asked for."""
+    """One per token, if requested."""
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """The end id or the stop string, for `stop`; None where `structured` allowed nothing more."""
+    """The end id or the stop string, if `finish_reason` is `stop`; None if `structured` allowed nothing more."""
     error: str | None
-    """What was wrong, for `error`."""
+    """What went wrong, if `finish_reason` is `error`."""
     seed: int
-    """What it was drawn from."""
+    """The seed of its random draws."""
     timings: Timings
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed for it: earlier prompts began with them, or a snapshot has them."""
+    """Prompt tokens that were not computed for it, because a known prefix or a snapshot has them."""
     snapshot: Snapshot | None = None
-    """With `keep`, what later requests go on from; None after `abort` and `error`."""
+    """With `keep`, the snapshot that later requests can continue from; None after `abort` and `error`."""
     captured: Captured | None = dataclasses.field(default=None, compare=False)
-    """What `capture` asked for, if the completion ended by itself: in `stop` or `length`."""
+    """With `capture`, the captured arrays, if `finish_reason` is `stop` or `length`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """The completions of one request; its own `text`, `token_ids` and so on are those of the first."""
+    """The completions of one request; `text`, `token_ids` and the other properties are those of the first."""
 
     request_id: int
     prompt: str | None
-    """The text, where the prompt was one."""
+    """The prompt, if it was a text."""
     prompt_token_ids: Sequence[int]
     outputs: Sequence[Completion]
     prompt_logprobs: Sequence[Logprob | None] | None = None
-    """One for each token of the prompt, if they were asked for and computed: None for the first, which follows
-    nothing."""
+    """One for each prompt token, if requested and computed; None for the first, which follows nothing."""
 
     @property
     def text(self) -> str:
@@ -107,22 +106,22 @@ class RequestOutput:
 
     @property
     def timings(self) -> Timings:
-        """Where the first completion's time went."""
+        """The timings of the first completion, in seconds."""
         return self.outputs[0].timings
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens of the prompt were not computed for the first completion."""
+        """The number of prompt tokens that were not computed for the first completion."""
         return self.outputs[0].cached_tokens
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The snapshot of the first completion, if it was to be kept."""
+        """The snapshot of the first completion, if `keep` was set."""
         return self.outputs[0].snapshot
 
     @property
     def captured(self) -> Captured | None:
-        """The arrays captured of the prompt and the first completion."""
+        """The arrays captured for the prompt and the first completion."""
         return self.outputs[0].captured
 
 
@@ -133,38 +132,38 @@ class Delta:
     request_id: int
     index: int
     text: str
-    """It never ends inside a character, and never shows a part of a stop string."""
+    """The new text, which never ends inside a character or with a part of a stop string."""
     token_ids: Sequence[int]
     logprobs: Sequence[Logprob] | None
     finish_reason: FinishReason | None
     """None until the last delta of a completion."""
     output: RequestOutput | None
-    """The whole request, with the last delta of its last completion."""
+    """The request's output, in the last delta of its last completion; else None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts of an engine. All `submitted` completions are waiting, running or finished, and pages and slots add up."""
+    """Counts of an engine: `submitted` completions are those waiting, those running and those finished."""
 
     submitted: int
     waiting: int
     running: int
     finished: dict[str, int]
-    """By finish reason."""
+    """The number of finished completions by finish reason."""
     slots: int
     free_slots: int
     pages: int
     free_pages: int
-    """No running request uses them."""
+    """Pages that no running request uses, including those of known prefixes."""
     cached_pages: int
-    """They have known prefixes, whether a request uses them or not."""
+    """Pages of known prefixes, whether a request uses them or not."""
     snapshot_bytes: int
-    """What the known prefixes take beside pages."""
+    """Bytes on the device that snapshots for known prefixes take."""
     page_size: int
     prompt_tokens: int
-    """Computed."""
+    """Prompt tokens that were computed."""
     cached_tokens: int
-    """Tokens of prompts that were not computed, since earlier prompts began with them or snapshots have them."""
+    """Prompt tokens that were not computed, because known prefixes or snapshots have them."""
     output_tokens: int
     preemptions: int
     steps: int
@@ -172,4 +171,4 @@ class Stats:
     prefill_calls: int
     decode_calls: int
     compile_seconds: float
-    """Waited in `warmup`, mostly for compilation."""
+    """Seconds spent in `warmup`, mostly on compilation."""

@@ -1,8 +1,8 @@
 """The memory of the running sequences, as arrays on the device, and the programs that fill and read slots and pages.
 
-Every running sequence has a slot: its per-slot states, its newest token and its sampling parameters are row `slot` of
-the pool. Its paged entries are in pages that a block table lists. A forward program (`forward.py`) takes some rows out
-of the pool, continues them, and puts them back.
+Every running sequence has a slot: row `slot` of the pool has its per-slot states, its newest token and its sampling
+parameters. Its paged entries are in pages that a block table lists. A forward program (`forward.py`) takes some rows
+out of the pool, continues them, and puts them back.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ PAGES_MOVED = 8
 
 
 def moves(count: int) -> list[int]:
-    """How many of `count` pages each call copies to or from the host."""
+    """The number of pages that each call copies to or from the host, to copy `count` pages in all."""
     return [min(count - start, PAGES_MOVED) for start in range(0, count, PAGES_MOVED)]
 
 
@@ -41,20 +41,19 @@ class Rows(eqx.Module):
     """The rows of one call: their slots (None: every slot, in order), and the block table with the pages of each.
 
     Slot indices >= the pool's number of slots mark unused rows, and page indices >= its number of pages mark unused
-    columns. With `in_place` there are as many rows as slots, and row i is slot i or unused: then no state is taken out
-    and put back, which is faster on accelerators. The slot of an unused row keeps its contents, also if it belongs to a
-    sequence: the row computes that slot's newest token for nothing, which leaves a state unchanged as long as the
-    token's numbers are finite.
+    columns. With `in_place` there are as many rows as slots, and row i is slot i or unused: then no state is gathered
+    or scattered, which is faster on accelerators. An unused row then computes its slot's newest token as padding, even
+    if the slot belongs to a sequence: this leaves the slot's state unchanged as long as the numbers are finite.
     """
 
     slots: Int32[AnyArray, " rows"] | None
     table: Int32[AnyArray, "rows columns"]
     in_place: bool = eqx.field(static=True, default=False)
     beside: str | None = eqx.field(static=True, default=None)
-    """The axis of the mesh along which other devices run other rows of the call; None if these are all."""
+    """The mesh axis along which other devices run other rows of the call; None if there are none."""
 
     def here(self, pool: "Pool", axis: str | None) -> "Rows":
-        """These rows in terms of this device's part of the pool, whose slots and pages lie along an axis."""
+        """These rows with slots and pages renumbered for this device's part of the pool, sharded along `axis`."""
         if axis is None:
             return self
         slots = None if self.slots is None else here(self.slots, pool.length.shape[0], axis)
@@ -90,7 +89,7 @@ class Pool(eqx.Module):
 
     @property
     def axis(self) -> str | None:
-        """The axis of the mesh along which the slots and pages lie; None if every device has all."""
+        """The mesh axis along which slots and pages are sharded; None if every device has all."""
         if self.placement is None:
             return None
         sizes = [self.length.shape[0], *(paged.entries.shape[0] for paged in pages_of(self.layers)[:1])]
@@ -98,30 +97,30 @@ class Pool(eqx.Module):
 
     @property
     def specs(self) -> "Pool":
-        """Where each array of `part` lies."""
+        """The sharding (a PartitionSpec) of each array of `part`."""
         assert self.placement is not None, "a pool on a mesh"
         by_slot = jax.tree.map(lambda _: PartitionSpec(self.axis), self.part)
         return eqx.tree_at(lambda p: p.layers, by_slot, self.placement.states(self.layers, self.axis))
 
     @property
     def part(self) -> "Pool":
-        """A device's part of a pool on a mesh."""
+        """This pool without its placement: what a device's program gets, with that device's part of each array."""
         return dataclasses.replace(self, placement=None)
 
     @property
     def settled(self) -> "Pool":
-        """The pool with each array where it lies."""
+        """The pool with its sharding constrained, inside jit."""
         if self.placement is None:
             return self
         return dataclasses.replace(self.placement.settled(self.part, self.specs), placement=self.placement)
 
     def everywhere(self, states: State) -> State:
-        """Some rows or pages of the pool's, on every device of its mesh (of cut heads, each device its own)."""
+        """Some rows or pages of the pool, on every device of its mesh (sharded heads stay sharded)."""
         placement = self.placement
         return states if placement is None else placement.settled(states, placement.states(states, None))
 
     def take(self, rows: Rows, take: TakeRows = take_rows) -> "Pool":
-        """The pool of these rows alone; the pages stay where they are. Unused rows have any states."""
+        """A pool of only these rows; the pages are not moved. Unused rows have arbitrary states."""
         slots, size = rows.slots, self.length.shape[0]
         if slots is None:
             return self
@@ -135,7 +134,7 @@ class Pool(eqx.Module):
         return Pool(layers, length, token, until, done | (slots >= size), sampling)
 
     def put(self, rows: Rows, view: "Pool") -> "Pool":
-        """The pool with the rows of `view`, which `take` gave, in their places."""
+        """The pool after writing back the rows of `view`, which came from `take`."""
         slots = rows.slots
         if slots is None:
             return view
@@ -160,7 +159,7 @@ class Pool(eqx.Module):
         return Cache(self.layers, self.length, table)
 
     def after(self, cache: Cache, token: Int32[Array, " slots"], chosen: Bool[Array, " slots"]) -> "Pool":
-        """The pool after a forward pass, with the next token of the rows in which one was `chosen`."""
+        """The pool after a forward pass, with the new `token` of each row in which one was `chosen`."""
         done = ends(token, self.sampling, cache.length) | (cache.length + 1 >= self.until)
         return Pool(
             cache.layers,
@@ -189,14 +188,14 @@ class SlotContents(eqx.Module):
 
 @eqx.filter_jit
 def new_memory(model: CausalLM, spec: CacheSpec) -> tuple[State, ...]:
-    """The layers of an empty pool."""
+    """The states of an empty pool, one per mixer."""
     return model.empty_states(spec)
 
 
 def cache_dtype(model: CausalLM, name: CacheDtype = "auto") -> jnp.dtype:
-    """The floating dtype of the caches: the one named, else the weights' dtype, but float32 on the CPU.
+    """The floating dtype of the caches: the one named, else the weights' dtype, but at least float32 on a CPU.
 
-    There XLA copies a whole bfloat16 cache to write one entry into it. The values are those of the narrower dtype.
+    On a CPU, XLA copies all of a bfloat16 cache to write one entry. The values are those of the narrower dtype.
     """
     if name in ("float32", "bfloat16"):
         return jnp.dtype(name)
@@ -206,7 +205,7 @@ def cache_dtype(model: CausalLM, name: CacheDtype = "auto") -> jnp.dtype:
 
 @functools.partial(jax.jit, donate_argnames="pool")
 def swap_in(slot: Int32[Array, ""], contents: SlotContents, pool: Pool) -> Pool:
-    """Fills a slot; nothing of what was in it stays."""
+    """Fills a slot, and overwrites everything that was in it."""
     layers = map_slots(lambda x, y: x.at[slot].set(y[0].astype(x.dtype)), pool.layers, contents.states)
     filled = Pool(
         layers,
@@ -228,13 +227,13 @@ def swap_out(slot: Int32[Array, ""], pool: Pool) -> tuple[State, ...]:
 
 @jax.jit
 def read_pages(pages: Int32[Array, " moved"], pool: Pool) -> tuple[Shaped[Array, "moved _page ..."], ...]:
-    """The entries of some pages of every paged array; page indices past the last read arbitrary ones."""
+    """The entries of some pages of every paged array; out-of-range page indices read arbitrary ones."""
     read = map_pages(lambda x: _bits(pool, x, lambda x: x.at[pages].get(mode="clip")), pool.layers)
     return tuple(paged.entries for paged in pages_of(pool.everywhere(read)))
 
 
 def _bits(pool: Pool, x: Array, read: Callable[[Array], Array]) -> Array:
-    """What `read` takes out of an array, bit for bit: XLA adds zeros to it where the array lies on several devices."""
+    """Applies `read` to an array's bits: on a sharded array XLA adds zeros, which may change floats (-0.0)."""
     if pool.placement is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return read(x)
     whole = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
@@ -245,7 +244,7 @@ def _bits(pool: Pool, x: Array, read: Callable[[Array], Array]) -> Array:
 def write_pages(
     pages: Int32[Array, " moved"], contents: tuple[Shaped[Array, "moved _page ..."], ...], pool: Pool
 ) -> Pool:
-    """Writes entries that `read_pages` gave into pages; those for page indices past the last are dropped."""
+    """Writes entries that `read_pages` returned into pages; those for out-of-range page indices are dropped."""
     new = iter(contents)
     layers = map_pages(lambda x: x.at[pages].set(next(new).astype(x.dtype), mode="drop"), pool.layers)
     return eqx.tree_at(lambda p: p.layers, pool, layers).settled

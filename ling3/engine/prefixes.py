@@ -1,16 +1,16 @@
-"""The prefixes of earlier prompts that are still in the pool, so that no later prompt computes them again.
+"""The prefix cache: the prefixes of earlier prompts whose caches are still in the pool, the *known prefixes*.
 
-A prompt is prefilled by full chunks, so the caches after some of them depend on nothing but their tokens, bit for bit,
-and a prompt that begins with the same tokens may go on from there. A prefix is kept and found by `Grid.step` tokens,
-the least common multiple of a chunk and a page: a node of the tree is one step.
+Prompts are prefilled in full chunks, so the caches after a chunk depend only on the tokens up to there, bit for bit,
+and a prompt that begins with the same tokens can continue from there. Prefixes are kept and found in steps of
+`Grid.step` tokens, the least common multiple of a chunk and a page; a node of the tree is one step.
 
-Pages are shared: the tree owns them, and running sequences lock those that they use. What a sequence holds beside its
+Pages are shared: the tree owns them, and running sequences lock those that they use. What a sequence holds outside its
 pages (recurrent states, conv tails, a compressor's last tokens) is overwritten by its next token, so a prefix also
-needs a snapshot of it, on the device. Pages behind a sliding window come into the tree as their sequence lets go of
-them, and are copied for a sequence that goes on from them, so that none ever holds more than its window.
+needs a snapshot of it, on the device. With a sliding window, pages enter the tree once the window has moved past them,
+and are copied for a sequence that continues from them, so that no sequence holds more than its window.
 
-Answers are not kept, as a decoded token has other last bits in the caches than a prefilled one. Nor is what goes on
-from a request's snapshot (`snapshots.py`), which may hold such tokens and end anywhere in a chunk.
+Answers are not kept, because decoding a token gives other last bits in the caches than prefilling it. Neither are
+prompts that continue a request's snapshot (`snapshots.py`): it may hold decoded tokens and end anywhere in a chunk.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,19 +22,19 @@ from ling3.engine.shapes import Shapes
 
 
 class Prefixes:
-    """The known prefixes of one pool, and which pages are theirs; none without a `Shapes.grid`.
+    """The known prefixes of one group of devices, and the pages that they own; empty without a `Shapes.grid`.
 
-    `free` takes the numbers of pages that become free. With a window, only the pages of a prefix's end are needed to go
-    on from it: the tree has them as shadows, and its slots are empty.
+    `free` takes the numbers of pages that become free. With a window, a sequence continues from the pages at a prefix's
+    end alone: the tree has these as shadows, and its slots are empty.
     """
 
     def __init__(self, shapes: Shapes, free: Callable[[list[int]], object]):
         self.grid, self.page_size, self.window = shapes.grid, shapes.page_size, shapes.window
         self.step, self._first_page = shapes.step, shapes.first_page
-        self.unit = self.step // self.page_size  # pages that are kept, found and freed together
+        self.unit = self.step // self.page_size  # pages of a step, which are kept, found and freed together
         self._states = 0 if self.grid is None else self.grid.snapshot
         self._free = free
-        self._kept = 0  # how often a prefix was
+        self._kept = 0  # how many times a prefix was inserted
         if self.window is None:
             self.tree = RadixTree(self._free_units, _forget, snapshots=self._states > 0)
         else:
@@ -42,17 +42,17 @@ class Prefixes:
 
     @property
     def pages(self) -> int:
-        """How many pages have known prefixes."""
+        """The number of pages that known prefixes own."""
         return self.unit * sum(self._owned)
 
     @property
     def evictable(self) -> int:
-        """How many of these no running sequence uses."""
+        """The number of these pages that no running sequence uses."""
         return self.unit * self._owned[0]
 
     @property
     def _owned(self) -> list[int]:
-        """Units of pages that no sequence uses, and units that are locked."""
+        """The numbers of units of pages: [those that no sequence uses, those that are locked]."""
         return self.tree.steps if self.window is None else self.tree.shadows
 
     @property
@@ -61,20 +61,19 @@ class Prefixes:
         return sum(self.tree.shadows) * self._states
 
     def evict(self, pages: int) -> None:
-        """Frees at least so many pages, or all that can be freed, the least recently used first."""
+        """Frees at least this many pages, or all that can be freed, the least recently used first."""
         evict = self.tree.evict if self.window is None else self.tree.evict_shadow
         evict(-(-pages // self.unit))
 
     def known(self, sequence: TokenSequence) -> int:
-        """Tokens of the longest known prefix of a sequence's prompt."""
+        """The length in tokens of the longest known prefix of a sequence's prompt."""
         return self._match(sequence).node.end * self.step if sequence.reads_prefixes else 0
 
     def adopt(self, sequence: TokenSequence) -> bool:
-        """Lets a sequence of which nothing was computed go on from the longest known prefix of its prompt.
+        """Makes a sequence of which nothing was computed continue from the longest known prefix of its prompt.
 
-        True if there is one that is longer than what it has.
-        What the prefix needs beside shared pages is in `states` and `copied` until it is in the pool, which `settled`
-        tells.
+        Returns True if that prefix is longer than what the sequence has. Memory that is not shared but must be copied
+        is in `memory.states` and `memory.copied`, until the copies are dispatched and `settled` is called.
         """
         memory = sequence.memory
         reads = self.grid is not None and sequence.reads_prefixes and not sequence.begun
@@ -83,7 +82,7 @@ class Prefixes:
         memory.looked_up = self._kept
         match = self._match(sequence)
         length = match.node.end * self.step
-        # Where the prompt diverges from known prefixes and none ends: a snapshot there serves the next one.
+        # The prompt diverges from known prefixes here, but none ends here: a snapshot serves the next such prompt.
         memory.branch = match.shared * self.step if match.shared > match.node.end else 0
         if length <= sequence.prefilled:
             return False
@@ -100,7 +99,7 @@ class Prefixes:
         return True
 
     def settled(self, sequence: TokenSequence) -> None:
-        """After `adopt`: the copies of what the sequence does not share are under way."""
+        """Ends the claims of `adopt` on the memory that had to be copied; called once the copies are dispatched."""
         memory = sequence.memory
         memory.states, memory.copied = None, []
         if self.window is None:
@@ -116,11 +115,12 @@ class Prefixes:
         self.leave(sequence)
 
     def keep(self, sequence: TokenSequence, states: Callable[[TokenSequence], Any]) -> None:
-        """Takes over the pages of the prefix that a sequence has just computed; it goes on with the tree's.
+        """Gives the tree the prefix that a sequence has just computed, with its pages, which the sequence then shares.
 
-        Every prefix is kept, as long as there is room for its snapshot, for which `states` copies what the sequence
-        holds beside its pages. Beyond that only the last of a prompt's full steps and the place where it diverged from
-        known prefixes are: then the snapshot that is worth least is evicted.
+        `states` copies what the sequence holds outside its pages, for the snapshot. As long as snapshots fit into the
+        budget, every prefix is kept. Beyond it, only a prompt's last full step and the step where it diverged from
+        known prefixes are kept, and the snapshot that is worth least is evicted. With a window this does nothing:
+        `pass_by` keeps prefixes.
         """
         end, budget = self._keepable(sequence), 0 if self.grid is None else self.grid.budget
         if self.window is not None or end < sequence.prefilled or end <= self.shared(sequence) * self.page_size:
@@ -132,7 +132,7 @@ class Prefixes:
         pages = sequence.memory.pages[: sequence.prefilled // self.page_size]
         tree.insert(steps, self._units(pages), [states(sequence)] if self._states else [])
         self._kept += 1
-        # Another may have computed the same: then these are its pages, with the same bits.
+        # If another sequence has inserted the same prefix, these are that one's pages, with the same bits.
         match = tree.match(steps)
         assert match.node.end == len(steps), "a prefix is found where it was just inserted"
         self._share(sequence, match)
@@ -143,10 +143,10 @@ class Prefixes:
             tree.evict_shadow(sum(tree.shadows) - budget // self._states)
 
     def leave(self, sequence: TokenSequence, spoiled: bool = False) -> None:
-        """Takes back all pages of a sequence, and ends its claims.
+        """Takes back all pages of a sequence, and ends its locks.
 
-        Of a `spoiled` one it keeps nothing that only this sequence uses: its numbers are not finite, or some of its
-        memory is lost.
+        If it is `spoiled`, prefixes that only this sequence uses are dropped: its numbers are not finite, or some of
+        its memory is lost.
         """
         memory = sequence.memory
         own, lock = memory.pages[self.shared(sequence) :], memory.lock
@@ -160,7 +160,7 @@ class Prefixes:
             self.pass_by(sequence, own)
 
     def pass_by(self, sequence: TokenSequence, pages: list[int]) -> None:
-        """Takes the first pages of a sequence; with a window, keeps those from which a later prompt can go on."""
+        """Takes back a sequence's first pages; with a window, keeps those from which later prompts can continue."""
         first, size = sequence.memory.first_page, self.page_size
         end = first if self.window is None else min(self._keepable(sequence) // size, first + len(pages))
         if units := self._units(pages[: max(end - first, 0)]):
@@ -169,12 +169,12 @@ class Prefixes:
         self._free(pages[max(end - first, 0) :])
 
     def shared(self, sequence: TokenSequence) -> int:
-        """How many of a sequence's first pages are the tree's, and not its own."""
+        """The number of a sequence's first pages that the tree owns."""
         lock = sequence.memory.lock
         return 0 if lock is None or self.window is not None else lock.node.end * self.unit
 
     def check(self, running: list[TokenSequence]) -> list[int]:
-        """The pages with known prefixes. AssertionError unless the sequences' shared ones are locked ones of these."""
+        """The pages that the tree owns. Raises AssertionError unless those that sequences share are locked."""
         self.tree.check()
         nodes = list(self.tree.nodes())
         pages = _flat(node.slot or node.shadow or () for node in nodes)
@@ -189,14 +189,14 @@ class Prefixes:
         return self.tree.match(self._steps(sequence, len(sequence.prompt) - 1))
 
     def _steps(self, sequence: TokenSequence, tokens: int) -> list[PrefixStep]:
-        """The whole steps of so many tokens of a sequence's prompt."""
+        """The full steps among the first `tokens` tokens of a sequence's prompt."""
         size, prompt = self.step, sequence.prompt
         return [tuple(prompt[start : start + size]) for start in range(0, tokens - size + 1, size)]
 
     def _keepable(self, sequence: TokenSequence) -> int:
-        """Tokens in whole steps whose caches are those of any prompt that begins with them, as far as it is computed.
+        """The number of prefilled tokens, in full steps, whose caches any prompt that begins with them can use.
 
-        Tokens that were decoded or prefilled in less than a full chunk are not.
+        Tokens that were decoded, or prefilled in less than a full chunk, do not count.
         """
         prefilled = sequence.prefilled if sequence.keeps_prefixes and self.grid is not None else 0
         return prefilled // self.step * self.step
@@ -207,7 +207,7 @@ class Prefixes:
             sequence.memory.lock = None
 
     def _share(self, sequence: TokenSequence, match: Match) -> None:
-        """Puts the pages of a match in the place of the sequence's first ones."""
+        """Replaces the sequence's first pages by the pages of a match, and locks these."""
         pages, lock = _flat(match.slots), self.tree.lock(match.node)
         sequence.memory.pages[: len(pages)] = pages
         self._unlock(sequence)

@@ -1,17 +1,16 @@
-"""A radix tree of the tokens whose cache entries are kept for later requests, in plain Python.
+"""A radix tree over the tokens of prompts, whose nodes own memory that later requests can use, in plain Python.
 
-A node stands for one step of tokens after those of its parents and has two kinds of memory. Its *slot* holds what a
-sequence needs of every token. Its *shadow* holds what a sequence needs of the end of a prefix alone, and may be freed
-before the slot is: the node is a tombstone from then on. A prefix can be continued if all of its last nodes, as many
-as the law says, have their shadows. There are two laws:
+A node is one step of tokens, which follows its parent's, and has two kinds of memory. Its *slot* (not the engine's) is
+needed for every step of a prefix, and its *shadow* only near the prefix's end. A shadow may be freed before the slot;
+the node is then a tombstone. A prefix can be continued if its last nodes have their shadows; there are two laws:
 
-    window=W        the entries of sliding-window attention: the last W nodes need their shadows. With W = 0 there are
-                    no shadows, and every prefix can be continued.
-    snapshots=True  the state of a recurrent mixer after the node: the last node needs its own.
+    window=W        the entries of sliding-window attention: the last W nodes. With W = 0 there are no shadows, and
+                    every prefix can be continued.
+    snapshots=True  the state of a recurrent mixer after the node: the last node alone.
 
-The tree allocates nothing. It owns the slots and shadows that it is given until it hands them to `free` or
-`free_shadow`: when they are evicted, or at once if the tree has them already. After RadixAttention (Zheng et al.,
-arXiv 2312.07104) and SGLang's tree for hybrid models.
+The tree allocates nothing. It owns the slots and shadows that it is given until it passes them to `free` or
+`free_shadow`: when they are evicted, or at once if the tree has them already. After RadixAttention (Zheng et al., arXiv
+2312.07104) and SGLang's tree for hybrid models.
 """
 
 import dataclasses
@@ -21,42 +20,42 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PrefixStep = tuple[int, ...]
-"""The tokens of a step: prefixes are kept and found by whole steps."""
+"""The tokens of one step: prefixes are kept and found in full steps."""
 CANDIDATES = 256
 """How many of the least recently used snapshots are compared when one is to be evicted."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """The last step of a prefix of `end` steps. The root, which has no parent, stands for no step."""
+    """The last step of a prefix of `end` steps. The root has no parent and no step."""
 
     key: PrefixStep
     slot: Any
-    """None: the step has no memory."""
+    """The memory of the step; None if it has none."""
     end: int
     parent: "Node | None"
     shadow: Any = None
-    """None: the node is a tombstone, unless there are no shadows at all."""
+    """None means that the node is a tombstone, unless the tree has no shadows at all."""
     children: "dict[PrefixStep, Node]" = dataclasses.field(default_factory=dict)
     full_lock: int = 0
-    """Locks on the node or below it."""
+    """The number of locks on the node or below it."""
     shadow_lock: int = 0
-    """Locks that need its shadow."""
+    """The number of locks that need its shadow."""
     uses: float = 0
-    """How often sequences ended, parted or went on here, discounted for age at the time `used`."""
+    """How often sequences ended, diverged or continued here, discounted for age at the time `used`."""
     used: int = 0
-    """How many sequences had ended then."""
+    """The time of the last use, in sequences that had ended by then."""
     is_end: bool = False
-    """A sequence ended here, and no later end of it is known."""
+    """True if a sequence ended here, and no continuation of it has ended since."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
     """The prefix of a sequence that is in the tree.
 
-    The steps up to `node` can be continued: they lie in `slots`, and `shadows` are those that continuing needs.
-    `shared` is more where the sequence diverges from earlier ones at a later place, which has no shadow: a snapshot
-    taken there serves the next sequence that shares so many steps.
+    The steps up to `node` can be continued: `slots` has the memory of each, and `shadows` those that continuing needs.
+    `shared` is larger than `node.end` if the sequence diverges from earlier ones at a later step without a shadow: a
+    snapshot there serves the next sequence that shares these steps.
     """
 
     node: Node
@@ -67,17 +66,17 @@ class Match:
 
 @dataclasses.dataclass(eq=False)
 class Lock:
-    """A sequence's claim on a matched prefix, at first with the shadows that continuing it needs."""
+    """A sequence's lock on a matched prefix, at first including the shadows that continuing it needs."""
 
     node: Node
     shadows: bool = True
 
 
 class RadixTree:
-    """Finds the longest known prefix of a sequence, and what it has stored of it.
+    """Finds the longest known prefix of a sequence, and the memory stored for it.
 
-    `match` finds it, and `lock` protects it while a sequence uses it. `insert` adds what a sequence has computed;
-    `evict` and `evict_shadow` free what is not locked.
+    `match` finds the prefix, and `lock` protects it while a sequence uses it. `insert` adds what a sequence has
+    computed; `evict` and `evict_shadow` free what is not locked.
     """
 
     def __init__(
@@ -90,22 +89,22 @@ class RadixTree:
     ):
         assert not (window and snapshots), "a tree has one law"
         self.snapshots, self._free, self._free_shadow = snapshots, free, free_shadow
-        self._needed = 1 if snapshots else window  # nodes whose shadows continuing a prefix needs
+        self._needed = 1 if snapshots else window  # the last nodes of a prefix, whose shadows are needed to continue it
         self._root = Node((), None, 0, None)
         # All nodes but the root, and those with a shadow, from the least to the most recently used.
         self._recency: OrderedDict[Node, None] = OrderedDict()
         self._shadow_recency: OrderedDict[Node, None] = OrderedDict()
-        # How many are evictable and how many are locked.
+        # The numbers of [evictable, locked] ones.
         self.steps, self.shadows = [0, 0], [0, 0]
-        self._clock, self._due = 0, 16.0  # both in ends of sequences
+        self._clock, self._due = 0, 16.0  # now, and the time until a conversation continues, in ended sequences
 
     def match(self, steps: Sequence[PrefixStep]) -> Match:
-        """Finds the prefix of a sequence that is in the tree, whose continuable part becomes the most recently used.
+        """Finds the prefix of a sequence that is in the tree; its continuable part becomes the most recently used.
 
         Lock `Match.node` before anything is inserted or evicted.
         """
         path = self._descend(steps)
-        usable, live = 0, self._needed  # live nodes since the last tombstone; the beginning is as good as enough
+        usable, live = 0, self._needed  # live: nodes since the last tombstone; enough at the beginning
         for node in path:
             live = 0 if node.shadow is None else live + 1
             usable = node.end if live >= self._needed else usable
@@ -117,12 +116,12 @@ class RadixTree:
         return Match(node, shared, slots, shadows)
 
     def insert(self, steps: Sequence[PrefixStep], slots: Sequence[Any], shadows: Sequence[Any] = ()) -> int:
-        """Adds a sequence, whose memory the tree takes over; returns how many steps of it were in the tree before.
+        """Adds a sequence, whose memory the tree takes over; returns how many of its steps were in the tree before.
 
-        `slots` are those of all its steps, beginning with the tree's where the sequence goes on from a locked match;
-        `shadows` are those of its last steps, as many as there are. Steps that no shadow lies behind are of no use, and
-        are freed rather than added. Where the tree has a step, it frees the slot that is given, or the one that it had:
-        a sequence that goes on takes its slots from another `match`.
+        `slots` has one for each step; for a sequence that continues a locked match, the first ones are the tree's.
+        `shadows` has those of the last steps; if some are needed and none is given, new steps are freed and not added.
+        Where the tree has a step already, it frees the given slot or its previous one: a sequence that goes on takes
+        its slots from a new `match`.
         """
         end = len(steps)
         assert len(slots) == end and len(shadows) <= (end if self._needed else 0), "a slot, at most a shadow, of a step"
@@ -161,30 +160,30 @@ class RadixTree:
         return Lock(node)
 
     def unlock(self, lock: Lock) -> None:
-        """Ends a lock; a tombstone that nothing leads through any more is dropped."""
+        """Ends a lock; drops the node if it is a tombstone without children and locks now."""
         self._unlock_shadows(lock)
         for each in self._upwards(lock.node):
             self._change_locks(each, -1, 0)
         self._drop(lock.node)
 
     def release_shadow(self, lock: Lock) -> None:
-        """Ends the lock's claim on shadows, as a window has moved past them or a snapshot was copied.
+        """Ends the lock's claim on shadows, once a window has moved past them or a snapshot was copied.
 
-        Shadows that no other lock needs can be evicted from now on. With a window a leaf's is freed at once, as another
-        sequence rarely ends there; a snapshot is as useful for others as before. A second call does nothing.
+        Shadows that no other lock needs can be evicted from now on. With a window, a leaf's shadow is freed at once, as
+        another sequence rarely ends there; a snapshot stays as useful for others as before. A second call does nothing.
         """
         node = lock.node
         if self._unlock_shadows(lock) and not (self.snapshots or node.children or node.shadow_lock):
             self._bury(node)
 
     def use(self, node: Node) -> None:
-        """Counts a sequence that goes on from a node's snapshot."""
-        if node.is_end:  # its next part, most likely, whose end will take this one's place
+        """Counts a use of a node's snapshot, from which a sequence continues."""
+        if node.is_end:  # most likely by the same conversation's next turn: learn when that comes
             self._due += (1.5 * (self._clock - node.used) - self._due) / 8
         self._count_uses(node, 1)
 
     def add_use(self, node: Node, is_end: bool) -> None:
-        """Counts a sequence that ended at a node, as half a use, or that parted there, as two if it is the first."""
+        """Counts a sequence that ended at a node, as half a use, or diverged there, as two uses if it is the first."""
         self._clock += is_end
         if is_end and (above := self._above(node, lambda each: each.uses)).is_end:
             above.uses, above.is_end = 0, False
@@ -192,9 +191,9 @@ class RadixTree:
         node.is_end |= is_end
 
     def evict(self, needed: int) -> int:
-        """Frees the slots of least recently used leaves until there are `needed` or no more; returns how many.
+        """Frees slots of the least recently used leaves, until `needed` are freed or none is left; returns how many.
 
-        Age decides, as a step costs the same to compute again wherever it is.
+        Only age decides, as every step costs the same to compute again.
         """
         freed = 0
         while freed < needed and self.steps[0]:
@@ -202,9 +201,9 @@ class RadixTree:
         return freed
 
     def evict_shadow(self, needed: int) -> int:
-        """Frees shadows until there are `needed` or no more are evictable; returns how many.
+        """Frees shadows until `needed` are freed or no more are evictable; returns how many.
 
-        With a window the least recently used goes first; of snapshots, the one that is worth least.
+        With a window, the least recently used goes first; of snapshots, the one that is worth least (`_worth`).
         """
         freed = 0
         while freed < needed and self.shadows[0]:
@@ -216,11 +215,11 @@ class RadixTree:
         return freed
 
     def forget(self, node: Node) -> None:
-        """Frees a node and its parents, as far as nothing else leads through them and they are not locked."""
+        """Frees a node and its ancestors, up to one that is locked or has other children."""
         for each in list(self._upwards(node)):
             if each.children or each.full_lock:
                 return
-            if each.parent is not None:  # it has not gone with its child
+            if each.parent is not None:  # not deleted with its child
                 self._delete(each)
 
     def nodes(self) -> Iterator[Node]:
@@ -250,15 +249,15 @@ class RadixTree:
         assert len(shadows) == len(live), "a shadow is in the tree twice"
 
     def _worth(self, node: Node) -> float:
-        """The steps that would be computed again without a snapshot, times its uses, over how long the next one takes:
+        """A snapshot's worth: the steps that it saves, times its uses, over the expected time until its next use:
 
-            steps · uses / (1 + max(wait, 4 (age - due)))      in steps over ends of sequences
-            wait = age where sequences part;  due - age at an end, and due / 2 at the newest one
+            steps · uses / (1 + max(wait, 4 (age - due)))      in steps over ended sequences
+            wait = age where sequences diverge;  due - age at an end, and due / 2 at the newest end
 
-        A use is expected as long after the last one as that is ago (Blankstein et al., Hyperbolic Caching, ATC 2017).
-        A conversation goes on from its end when the end is due, which is learnt from those that went on, or at once:
-        the newest end waits half as long. Of conversations in turns, those that are kept are thus kept until their
-        turn. What is overdue loses its worth four times as fast.
+        Where sequences diverge, the next use is expected as long from now as the last one is ago (Blankstein et al.,
+        Hyperbolic Caching, ATC 2017). A conversation is expected to continue `due` after its end, as learnt from
+        others, or at once: the newest end waits half as long. So of conversations that take turns, those that are kept
+        stay until their turn. An overdue snapshot loses its worth four times as fast.
         """
         age, steps = self._clock - node.used, node.end - self._above(node, lambda each: each.shadow is not None).end
         wait = (self._due - age if age else self._due / 2) if node.is_end else age
@@ -279,13 +278,13 @@ class RadixTree:
         return path
 
     def _upwards(self, node: Node) -> Iterator[Node]:
-        """The node and its parents, without the root."""
+        """The node and its ancestors, without the root."""
         while node.parent is not None:
             yield node
             node = node.parent
 
     def _above(self, node: Node, found: Callable[[Node], object]) -> Node:
-        """The nearest parent of which something is true, or the root."""
+        """The nearest ancestor for which `found` is true, or the root."""
         return next(filter(found, itertools.islice(self._upwards(node), 1, None)), self._root)
 
     def _touch(self, node: Node) -> None:
@@ -296,7 +295,7 @@ class RadixTree:
                 self._shadow_recency.move_to_end(each)
 
     def _delete(self, node: Node) -> int:
-        """Frees a leaf, and then its parents as far as they are useless; returns how many."""
+        """Deletes a leaf, and then its ancestors as long as they are useless; returns how many nodes."""
         slots = []
         while not slots or self._is_useless(node):
             parent = node.parent
@@ -311,7 +310,7 @@ class RadixTree:
         return len(slots)
 
     def _drop(self, node: Node) -> None:
-        """Deletes a useless tombstone; of snapshots, it goes next, and until then shows where others part."""
+        """Deletes a useless tombstone; with snapshots it goes next, as until then it shows where others diverge."""
         if self._is_useless(node) and not self.snapshots:
             self._delete(node)
         elif self._is_useless(node):
@@ -336,7 +335,7 @@ class RadixTree:
         self._count(node, 1)
 
     def _unlock_shadows(self, lock: Lock) -> bool:
-        """Ends a lock's claim on shadows; False if that was done before, or it has none."""
+        """Ends a lock's claim on shadows; returns False if it has none, or no longer."""
         claimed = list(itertools.islice(self._upwards(lock.node), self._needed)) if lock.shadows else []
         for each in claimed:
             self._change_locks(each, 0, -1)
@@ -344,7 +343,7 @@ class RadixTree:
         return bool(claimed)
 
     def _change_locks(self, node: Node, full: int, shadow: int) -> None:
-        """Changes a node's locks, and the counts of what is evictable and locked."""
+        """Changes a node's locks, and the counts of evictable and locked memory."""
         self._count(node, -1)
         node.full_lock += full
         node.shadow_lock += shadow

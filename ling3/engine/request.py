@@ -1,4 +1,4 @@
-"""A request and its sequences while the engine works on them: what was asked, the output so far, and the times."""
+"""A request and its sequences while the engine works on them: parameters, memory, output so far, and times."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ class Times:
         self.admitted = time.perf_counter() if self.admitted is None else self.admitted
 
     def until_now(self, tokens: int) -> Timings:
-        """Where the time of a sequence of so many new tokens has gone."""
+        """The timings so far of a sequence that has `tokens` new tokens."""
         now, first = time.perf_counter(), self.first_token
         return Timings(
             None if self.admitted is None else self.admitted - self.submitted,
@@ -51,29 +51,29 @@ class Times:
 
 @dataclasses.dataclass(eq=False)
 class SequenceMemory:
-    """Where the caches of a sequence lie, and what it uses of a known prefix. Scheduler and prefixes keep it."""
+    """Where a sequence's caches are, and its use of a known prefix. Scheduler and prefixes update it."""
 
     slot: int | None = None
     group: int = 0
-    """The number of the devices' group that its slot and pages are in, or were last."""
+    """The group of devices that its slot and pages are in, or last were in."""
     pages: list[int] = dataclasses.field(default_factory=list)
     first_page: int = 0
-    """The block table's column of the first of `pages`: as many before it were freed."""
+    """The block table's column of the first of `pages`: the pages before it were freed."""
     saved: Any = None
-    """Its states and pages on the host, while it is swapped out, or a snapshot that it is to go on from."""
+    """Its states and pages on the host while it is preempted, or a snapshot that it will continue from."""
     lock: Any = None
-    """On the known prefix that it uses."""
+    """The lock on the known prefix that it uses."""
     looked_up: int | None = None
-    """When its prefix was looked up, in prefixes kept until then."""
+    """The number of prefixes inserted before its prefix was last looked up: a lookup without new ones is skipped."""
     branch: int = 0
-    """Tokens up to where the prompt diverges from cached ones, where a snapshot is worth taking; 0 for none."""
+    """The number of tokens before the prompt diverges from known prefixes, where a snapshot is worth it; 0 for none."""
     states: Any = None
-    """The states after a known prefix, until they are in the slot."""
+    """The states after a known prefix, until they are copied into the slot."""
     copied: list[int] = dataclasses.field(default_factory=list)
-    """The pages that are to be copied to its first ones."""
+    """The pages of a known prefix that will be copied to its first pages."""
 
 
-# These two's methods run for every token of every request: checking their types would take longer than they do.
+# No types are checked here: these methods run for every token of every request, and take less time than the checks.
 @dataclasses.dataclass(eq=False)
 class Request:
     """A prompt and its `n` sequences."""
@@ -83,27 +83,27 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     deliver: Callable[[Delta], None] = lambda delta: None
-    """Where its deltas go."""
+    """Called with each of its deltas."""
     origin: Any = None
-    """The engine's, where snapshots are kept."""
+    """The engine's origin, for snapshots of this request; None if none is kept."""
     fault: Exception | None = None
     """The fault of the engine that ended it, if one did."""
     sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)
     interventions: tuple[Intervention, ...] = ()
-    """Its params', ready for the model."""
+    """The interventions of its params, prepared for the model."""
     want: tuple[str, ...] = ()
-    """The recorder's paths of what its params capture."""
+    """The recorder's paths of the arrays that its params capture."""
     at_end: list[Callable[[Any, "TokenSequence", Delta], bool]] = dataclasses.field(default_factory=list)
-    """Called with the loop when a sequence ends, before its memory is freed. Each may change the completion, and
-    returns True if it hands out the last delta, later."""
+    """Hooks, called with the loop, a sequence that ends and its last delta, before its memory is freed. Each may change
+    the completion, and returns True if it hands out the last delta itself, later."""
     followers: list["Request"] = dataclasses.field(default_factory=list)
     """Requests that must end before its last delta is handed out."""
     prompt_logprobs: list[Logprob | None] = dataclasses.field(default_factory=lambda: [None])
-    """Of the prompt's first tokens, as many as were scored; the first has none."""
+    """Log-probabilities of the prompt's tokens, as far as they are scored; the first token has None."""
 
     @property
     def finished(self) -> bool:
-        """True if all its sequences are finished, and all that follow from it."""
+        """True if all its sequences and all its followers are finished."""
         return all(sequence.completion is not None for sequence in self.sequences) and all(
             follower.finished for follower in self.followers
         )
@@ -120,10 +120,10 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class TokenSequence:
-    """One completion in the making: a sequence of prompt and output tokens.
+    """One completion in progress: a sequence of prompt and output tokens.
 
-    `prefilled` counts the prompt tokens in its caches, up to `prefill_end`; the first decode step puts in the token
-    after these, and each step puts in the newest token before it samples the next.
+    `prefilled` counts the prompt tokens in its caches, up to `prefill_end`. Each decode step puts the newest token into
+    the caches, at first the prompt's last, and samples the next.
     """
 
     request: Request
@@ -135,26 +135,26 @@ class TokenSequence:
     decoder: StreamDecoder | None
     stops: StopStrings
     constraint: Constraint | None = None
-    """Its place in its grammar, while it is unfinished."""
+    """The state of its grammar while the sequence is unfinished; None without a grammar."""
     prefill_end: int = 0
-    """How many of the prompt's tokens `extend` puts in: all but the last, or all of them where none is sampled."""
+    """The number of prompt tokens that `extend` puts in: all but the last, or all of them after `watch`."""
     want: tuple[str, ...] = ()
-    """The recorder's paths of what `extend` is to return of its prompt."""
+    """The recorder's paths of the arrays that `extend` returns for its prompt."""
     synchronous: bool = False
-    """The host must read all its tokens before its next call."""
+    """True if the host must read all its tokens before its next call."""
     stepwise: bool = False
-    """Each of its calls has one step."""
+    """True if each of its decode calls has one step."""
     reads_prefixes: bool = True
-    """True: the sequence may go on from a known prefix."""
+    """True if the sequence may continue from a known prefix."""
     keeps_prefixes: bool = True
-    """True: the caches of its prompt may be kept for other prompts."""
+    """True if the caches of its prompt may be kept for other prompts."""
     earlier: Sequence[int] = ()
-    """The tokens of the prompt that are the same answer's, which was interrupted."""
+    """The tokens at the prompt's end that are the same answer's, if it continues a snapshot of an answer."""
 
     memory: SequenceMemory = dataclasses.field(default_factory=SequenceMemory)
     times: Times = dataclasses.field(default_factory=Times)
     cached: int = 0
-    """Prompt tokens of a known prefix that it went on from."""
+    """Prompt tokens that were not computed for it, but taken from a known prefix or a snapshot."""
     prefilled: int = 0
     """Prompt tokens in the caches, counting those of calls in flight."""
     ahead: int = 0
@@ -163,7 +163,7 @@ class TokenSequence:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
     seen: list[Any] = dataclasses.field(default_factory=list)
-    """The arrays that `want` names, of each chunk so far."""
+    """For each chunk so far, the arrays that `want` names."""
     completion: Completion | None = None
     _text: list[str] = dataclasses.field(default_factory=list)
 
@@ -179,12 +179,12 @@ class TokenSequence:
 
     @property
     def scored(self) -> bool:
-        """True if its prompt's log-probabilities are wanted, and this is the sequence to compute them."""
+        """True if this sequence computes its prompt's log-probabilities: the first of a request that wants them."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        """Interventions that may hold for a token of the next call; all while the prompt is not in the caches."""
+        """The interventions that may apply to a token of the next call: all of them until the prompt is prefilled."""
         every = self.request.interventions
         if not self.decoding:
             return every
@@ -199,12 +199,12 @@ class TokenSequence:
 
     @property
     def decoding(self) -> bool:
-        """True if all that is prefilled of its prompt is in the caches."""
+        """True if its prompt is prefilled, counting calls in flight."""
         return self.prefilled == self.prefill_end
 
     @property
     def begun(self) -> bool:
-        """True if any of its prompt was computed for it."""
+        """True if any prompt token was computed for this sequence."""
         return self.prefilled > self.cached
 
     @property
@@ -214,16 +214,16 @@ class TokenSequence:
 
     @property
     def next_position(self) -> int:
-        """The position of the first token of its next call, unless it ends in one that is in flight."""
+        """The position of the first token of its next call, unless it ends in a call in flight."""
         return self.held + self.ahead
 
     @property
     def left(self) -> int:
-        """Tokens that it may get beyond those of the calls in flight."""
+        """The number of tokens that it may still get after those of calls in flight."""
         return self.params.max_tokens - len(self.token_ids) - self.ahead
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Goes on from a snapshot, whose tokens its prompt begins with."""
+        """Makes the sequence continue from a snapshot, with whose tokens its prompt begins."""
         self.memory.saved, self.memory.first_page = snapshot, snapshot.first_page
         self.reads_prefixes = self.keeps_prefixes = False
         self.prefilled = self.cached = snapshot.held
@@ -231,7 +231,7 @@ class TokenSequence:
             self.earlier = self.prompt[len(self.prompt) - snapshot.answered :]
 
     def watch(self) -> None:
-        """Has its whole prompt computed and returned where `want` says; for one that samples nothing."""
+        """Makes `extend` process all of the prompt and return the captured arrays; only if no token is sampled."""
         self.prefill_end, self.want = len(self.prompt), self.request.want
         self.reads_prefixes = self.keeps_prefixes = False
 
@@ -241,9 +241,9 @@ class TokenSequence:
         return StepPlan(most) if self.constraint is None else self.constraint.plan(most)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
-        """Adds tokens up to its end, without negative ones, which stand for none; the delta, if anything is new.
+        """Adds tokens up to the sequence's end; returns the delta, or None if nothing is new.
 
-        `logprobs` has those of the tokens if the sequence reports any.
+        -1 means no token; NOT_A_NUMBER ends the sequence in `error`. `logprobs` has one per token, if it reports any.
         """
         before, text = len(self.token_ids), ""
         reason, stop_reason, error = None, None, None
@@ -263,7 +263,7 @@ class TokenSequence:
         return self._delta(text, before) if len(self.token_ids) > before else None
 
     def take_scores(self, scores: Sequence[Logprob]) -> Delta | None:
-        """Adds the scores of the prompt's next tokens; a delta if one is NaN."""
+        """Adds the scores of the prompt's next tokens; if one is NaN, ends in `error` and returns the last delta."""
         if any(math.isnan(score.logprob) for score in scores):
             return self.finish("error", error=NOT_FINITE)
         self.request.prompt_logprobs.extend(scores)
@@ -278,7 +278,7 @@ class TokenSequence:
         text: str = "",
         before: int | None = None,
     ) -> Delta:
-        """Ends it, and releases the text that was held back; returns the last delta."""
+        """Ends the sequence, and releases the text that was held back; returns the last delta."""
         if self.decoder is not None and not self.stops.stopped:
             text += self.stops.feed(self.decoder.flush())
             if self.stops.stopped and reason == "length":
@@ -308,12 +308,12 @@ class TokenSequence:
         self.completion = dataclasses.replace(self.completion, **changes)
 
     def last(self, delta: Delta) -> Delta:
-        """Its last delta, with its completion as that is now."""
+        """The last delta, updated to the current completion."""
         assert self.completion is not None, "finished"
         return dataclasses.replace(delta, finish_reason=self.completion.finish_reason, output=self.request.output())
 
     def fail(self, error: str) -> Delta:
-        """Ends it in `error`, even if it was finished otherwise; returns the last delta."""
+        """Ends the sequence in `error`, even if it had finished for another reason; returns the last delta."""
         if self.completion is None:
             return self.finish("error", error=error)
         self.amend(finish_reason="error", stop_reason=None, error=error, captured=None)
@@ -345,5 +345,5 @@ class TokenSequence:
 
 
 def draw_seed() -> int:
-    """A seed for a request that has none."""
+    """Draws a seed for a request that has none."""
     return int(np.random.SeedSequence().generate_state(1)[0]) % 2**30

@@ -1,4 +1,4 @@
-"""The requests of a loop: how they come in, end, and hand out their deltas."""
+"""The requests of a loop: how they are queued, end, and hand out their deltas."""
 
 import itertools
 from collections import Counter, deque
@@ -18,9 +18,9 @@ class QueueFull(RuntimeError):
 
 
 class Requests:
-    """The waiting and running requests of an engine, and the memory that they hold. Belongs to one thread.
+    """The waiting and running requests of an engine, and the memory that they hold. Only one thread may use it.
 
-    `settings.max_queue` sequences may wait.
+    At most `settings.max_queue` sequences wait.
     """
 
     def __init__(self, runner: Runner, settings: EngineSettings):
@@ -31,14 +31,14 @@ class Requests:
         self.counts: Counter[str] = Counter()
         self._backlog: deque[Request] = deque()
         self.outbox: deque[Delta] = deque()  # the deltas of requests without a callback
-        self.raised: BaseException | None = None  # what does not end a request, as KeyboardInterrupt, from a callback
-        self.on_raise: Callable[[TokenSequence, Exception], Any] | None = None  # in place of `give_up`
+        self.raised: BaseException | None = None  # from a callback, but not for its request, as KeyboardInterrupt
+        self.on_raise: Callable[[TokenSequence, Exception], Any] | None = None  # called instead of `give_up`
         self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._finished: Counter[str] = Counter()
 
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
-        """Hands out what is new of a sequence, if anything is, after freeing what it held if it is finished."""
+        """Hands out a delta, if there is one; if its sequence is finished, first runs `at_end` and frees its memory."""
         if delta is None:
             return
         if sequence.completion is not None:
@@ -50,13 +50,13 @@ class Requests:
         self.hand_out(sequence, delta)
 
     def hand_out(self, sequence: TokenSequence, delta: Delta) -> None:
-        """Delivers a delta. A callback that raises an exception gets no more, and its request ends in `error`."""
+        """Delivers a delta. If the callback raises an exception, it gets no more, and its request ends in `error`."""
         if (error := self._deliver(sequence.request, delta)) is not None:
             sequence.request.deliver = self.outbox.append
             (self.on_raise or self.give_up)(sequence, error)
 
     def _deliver(self, request: Request, delta: Delta) -> Exception | None:
-        """Calls a request's callback; returns the exception if it raises one, and keeps others in `raised`."""
+        """Calls a request's callback; returns an Exception that it raises, and stores other exceptions in `raised`."""
         try:
             request.deliver(delta)
         except Exception as error:
@@ -66,7 +66,7 @@ class Requests:
         return None
 
     def _retire(self, sequence: TokenSequence) -> None:
-        """Frees the slot, the pages and the place in the queue of a finished sequence."""
+        """Frees a finished sequence's slot and pages, or takes it out of the queue."""
         assert sequence.completion is not None, "only a finished sequence retires"
         self._finished[sequence.completion.finish_reason] += 1
         if sequence.memory.slot is None:
@@ -80,20 +80,20 @@ class Requests:
         self.forget(sequence.request)
 
     def turn(self) -> Iterator[Call]:
-        """One turn of the loop; yields each call before its results are read."""
+        """Runs one turn of the loop; yields each call before its results are read."""
         raise NotImplementedError
 
     @property
     def has_work(self) -> bool:
-        """True if a request is unfinished, or a call's results are still to be read."""
+        """True if a request is unfinished, or a call's results have not been read."""
         return bool(self.requests or self.in_flight)
 
     def take(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Calls a method of this class, or another function of a loop."""
+        """Calls a method of this class, or another function, with this loop."""
         return method(self, *args)
 
     def enqueue(self, requests: Sequence[Request], waits: bool) -> None:
-        """Puts requests in the queue in their order. One for which there is no room `waits` for it, or QueueFull."""
+        """Queues requests in order. If there is no room, the rest wait if `waits`; otherwise raises QueueFull."""
         if waits:
             self.requests |= {request.request_id: request for request in requests}
             self._backlog.extend(requests)
@@ -111,11 +111,11 @@ class Requests:
         """Moves requests from the backlog into the queue while there is room."""
         while self._backlog and (self._backlog[0].finished or self._has_room(self._backlog[0])):
             request = self._backlog.popleft()
-            if not request.finished:  # its reader has not left
+            if not request.finished:  # not aborted meanwhile
                 self.queue(request)
 
     def queue(self, request: Request) -> None:
-        """Puts a request's sequences in the queue, also beyond its bound; each goes to its place if it has one."""
+        """Queues a request's sequences, even beyond `max_queue`; one that has an `order` keeps its place."""
         self.requests[request.request_id] = request
         self.counts["submitted"] += len(request.sequences)
         for sequence in request.sequences:
@@ -127,12 +127,12 @@ class Requests:
         return self.scheduler.waiting + request.params.n <= self.settings.max_queue
 
     def forget(self, request: Request) -> None:
-        """Forgets a request if it is finished, and all that follows from it."""
+        """Forgets a request if it and its followers are finished."""
         if request.finished:
             self.requests.pop(request.request_id, None)
 
     def abort(self, request_id: int) -> bool:
-        """Ends what is unfinished of a request with `abort`; False if there is none of this id (any more)."""
+        """Ends a request's unfinished sequences with `abort`; returns False if no unfinished request has this id."""
         if (request := self.requests.get(request_id)) is None:
             return False
         for sequence in [own for each in (request, *request.followers) for own in each.sequences]:
@@ -146,7 +146,7 @@ class Requests:
         return True
 
     def give_up(self, sequence: TokenSequence, error: Exception) -> None:
-        """Ends a request whose callback raised: this sequence in `error`, even if it was finished, and the others."""
+        """Ends a request in `error` whose callback raised: this sequence, even if finished, and unfinished ones."""
         request, text = sequence.request, f"the callback for its deltas raised {error!r}"
         if (completion := sequence.completion) is not None:
             self._finished[completion.finish_reason] -= 1
@@ -157,9 +157,9 @@ class Requests:
                 self.settle(other, other.fail(text))
 
     def fail(self, error: Exception) -> Exception:
-        """After a fault of the engine's own: ends every request in `error`, and begins anew with an empty pool.
+        """After a fault of the engine itself: ends every request in `error`, and starts again with an empty pool.
 
-        Returns what is to be raised: the fault, or what has come of beginning anew.
+        Returns the exception to raise: the fault, or one that starting again raised.
         """
         self.end_all(error)
         try:
@@ -177,26 +177,26 @@ class Requests:
             request.fault = error
             for sequence in request.sequences:
                 if sequence.completion is None:
-                    self._finished["error"] += sequence.order >= 0  # it was counted as submitted once it was queued
+                    self._finished["error"] += sequence.order >= 0  # only queued ones were counted as submitted
                     sequence.memory = SequenceMemory()
                     self._deliver(request, sequence.fail(f"the engine failed: {error!r}"))
 
     def forget_prefixes(self) -> None:
-        """Frees the pages and states of all known prefixes but those that running sequences use."""
+        """Evicts all known prefixes but those that running sequences use."""
         for prefixes in self.scheduler.prefixes:
             prefixes.evict(self.scheduler.pages)
 
     def begin_warmup(self, first_token: bool, also: Sequence[Extra] = ()) -> None:
-        """Begins to compile every program, or with `first_token` what a request's first token needs."""
+        """Begins to compile every program, or with `first_token` only those for a request's first token."""
         self.end_warmup()
         self._programs = self.runner.warmup(first_token, *also)
 
     def compile_next(self) -> str | None:
-        """The name of the next program of a warm-up once it is compiled; None after the last."""
+        """Waits for the warm-up's next program to be compiled and returns its name, or None after the last."""
         return next(self._programs, None)
 
     def end_warmup(self) -> None:
-        """Leaves out the programs that are not begun."""
+        """Ends the warm-up; programs that are not begun are skipped."""
         self._programs.close()
 
     def stats(self) -> Stats:

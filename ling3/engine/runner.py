@@ -1,4 +1,4 @@
-"""The device's side of the engine: the pool and the compiled programs over it. What runs when is the loop's."""
+"""The device's side of the engine: the pool and the compiled programs over it. The loop decides what runs when."""
 
 import dataclasses
 import time
@@ -40,7 +40,7 @@ from ling3.model import CausalLM
 Extra = Literal["structured", "prompt_logprobs"]
 """Fields of `SamplingParams` that need further programs, which a warm-up compiles on request."""
 
-# Programs compiled at once. XLA spreads some of the work on one over more cores.
+# Programs compiled in parallel. XLA uses several cores for some of the work on one.
 COMPILED_AT_ONCE = 4
 
 
@@ -53,7 +53,7 @@ class Saved:
 
 
 class Runner:
-    """Owns the pool. Methods dispatch work and return; reading what they return waits for it."""
+    """Owns the pool. Methods dispatch work and return; reading their results waits for the device."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Runner:
         self.model, self.shapes, self.filters = model, shapes, filters
         placement = placement_of(model)
         self._put: Callable[[Any], Any] = jax.device_put if placement is None else placement.everywhere
-        # To the host and back, which on a mesh is each process's own.
+        # To the host and back; on a mesh each process copies its devices' shards.
         self._fetch: Callable[[Any], Any] = jax.device_get if placement is None else placement.fetch
         self._restore: Callable[[Any], Any] = jax.device_put if placement is None else placement.back
         self.forward = Programs() if programs is None else programs
         self.execution = Execution.default() if execution is None else execution
-        self.compile_seconds = 0.0  # waited for by `warmup`
+        self.compile_seconds = 0.0  # spent in `warmup`
         self.dtype, self.packed = cache_dtype(model, cache), cache == "packed"
         self.reset()
 
@@ -88,7 +88,7 @@ class Runner:
         self._no_pages = tuple(self._zeros(paged.entries, PAGES_MOVED) for paged in pages_of(self.pool.layers))
 
     def swap_in(self, sequence: TokenSequence) -> None:
-        """Fills the sequence's slot and pages: from what was saved of it if it was swapped out, or a known prefix."""
+        """Fills the sequence's slot and pages: from its saved memory, if it has any, or from a known prefix."""
         memory = sequence.memory
         saved, states = memory.saved, self._fresh if memory.states is None else memory.states
         states = states if saved is None else self._restore(saved.states)
@@ -100,7 +100,7 @@ class Runner:
         slot, held, newest, until = self._put(tuple(numbers))
         self.pool = swap_in(slot, SlotContents(states, held, newest, until, sampling), self.pool)
         for pages, entries in zip(self._moves(memory.pages), () if saved is None else saved.pages, strict=False):
-            whole = entries if isinstance(saved, Saved) else _filled_up(entries)  # a snapshot has no more than it needs
+            whole = entries if isinstance(saved, Saved) else _filled_up(entries)  # a snapshot's pages are not padded
             self.pool = write_pages(pages, self._restore(whole), self.pool)
         memory.saved = None
         copies = memory.pages[: len(memory.copied)]
@@ -108,17 +108,17 @@ class Runner:
             self.pool = write_pages(own, read_pages(source, self.pool), self.pool)
 
     def state_of(self, sequence: TokenSequence) -> State:
-        """A copy on the device of the state that a sequence holds outside its pages."""
+        """A copy, on the device, of the state that a sequence holds outside its pages."""
         return swap_out(self._int(sequence.memory.slot), self.pool)
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
-        """The states and pages of a sequence, copied to the host; waits for the device."""
+        """Copies the states and pages of a sequence to the host; waits for the device."""
         used = self._moves(sequence.memory.pages[: self._used(sequence)])
         states = self._fetch(self.state_of(sequence))
         return Saved(states, tuple(self._fetch(read_pages(pages, self.pool)) for pages in used))
 
     def keep(self, sequence: TokenSequence) -> Snapshot:
-        """Copies the state and pages of a finished sequence to the host; waits for the device."""
+        """Takes a snapshot of a finished sequence, on the host; waits for the device."""
         saved = self.swap_out(sequence)
         counts = moves(self._used(sequence))
         pages = tuple(tuple(np.array(x[:n]) for x in some) for n, some in zip(counts, saved.pages, strict=True))
@@ -139,7 +139,7 @@ class Runner:
         self.pool = swap_in(self._int(slot), self._empty_contents(), self.pool)
 
     def extend(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Extension:
-        """Adds the next prompt tokens of sequences of the same key to their caches; `rows` has the row of each."""
+        """Dispatches `extend` for sequences with the same key; `rows` has the row of each."""
         targets = None
         if sequences[0].scored:
             targets = np.zeros_like(batch.tokens)
@@ -153,26 +153,26 @@ class Runner:
         return extension
 
     def decode(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Choice:
-        """Samples the next tokens of sequences of the same key; `rows` has the row of each."""
+        """Dispatches `decode` for sequences with the same key; `rows` has the row of each."""
         interventions = stacked([sequence.interventions for sequence in sequences], rows, len(batch.lengths))
         batch = self._put(dataclasses.replace(batch, interventions=interventions))
         choice, self.pool = self.forward.decode(self.model, batch, self.pool, self.execution)
         return choice
 
     def warmup_size(self, first_token: bool, also: Sequence[Extra]) -> int:
-        """How many programs a warm-up compiles."""
+        """The number of programs that a warm-up compiles."""
         return sum(1 for _ in self._empty_calls(first_token, also))
 
     def warmup(self, first_token: bool = False, *also: Extra) -> Generator[str, None, None]:
-        """Compiles every program, several at once, and runs it on empty rows; yields the name of each.
+        """Compiles every program, several at once, and runs each on empty rows; yields their names.
 
-        With `first_token` only what a request's first token needs: the others are compiled when they are needed. Those
-        of an `Extra` are compiled only if `also` names it.
+        With `first_token`, only the programs for a request's first token: others are compiled when they are needed.
+        Programs for an `Extra` are compiled only if `also` names it.
         """
         begin = time.perf_counter()
         compilers = ThreadPoolExecutor(COMPILED_AT_ONCE)
         try:
-            # JAX keeps the compiled program where the call finds it.
+            # JAX caches the compiled program, so that the call below finds it.
             programs = [
                 (name, function, inputs, compilers.submit(self._compiler(function, inputs, how)), how)
                 for name, function, inputs, *how in self._empty_calls(first_token, also)
@@ -186,9 +186,9 @@ class Runner:
             self.compile_seconds += time.perf_counter() - begin
 
     def _empty_calls(self, first_token: bool = False, also: Sequence[Extra] = ()) -> Iterator[tuple[Any, ...]]:
-        """Each program's name, the program, inputs that change no slot and no page, and the execution if it takes one.
+        """Yields (name, program, inputs that change no slot and no page, the execution if the program takes one).
 
-        Those that compile longest come first.
+        The programs that take longest to compile come first.
         """
         extend, decode, parts, _ = self.forward
         for rows in reversed(self.shapes.rows[:1] if first_token else self.shapes.rows):
@@ -210,12 +210,12 @@ class Runner:
             yield "read pages", read_pages, (nowhere,)
 
     def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
-        """A function that compiles a program; one that is not jitted compiles its parts when it is run."""
+        """A function that compiles a program; a program that is not jitted compiles its parts when it runs."""
         lower = getattr(function, "lower", None)
         return (lambda: None) if lower is None else lower(*inputs, self.pool, *how).compile
 
     def _run(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> None:
-        """Runs a program on such inputs, and waits for it."""
+        """Runs a program on inputs of `_empty_calls`, and waits for it."""
         done = function(*inputs, self.pool, *how)
         if function in self.forward[:2]:
             done = done[1]
@@ -225,12 +225,12 @@ class Runner:
 
     @property
     def programs(self) -> int:
-        """How many compiled forms of the engine's programs the process holds."""
+        """The number of compiled variants of the engine's programs that the process holds."""
         functions: tuple[Any, ...] = (*self.forward[:2], swap_in, swap_out, read_pages, write_pages)
         return sum(function._cache_size() for function in functions if hasattr(function, "_cache_size"))
 
     def _empty_batch(self, rows: int, seq: int, **parts: Any) -> tuple[CausalLM, Batch]:
-        """The model, and a call of no sequence with so many rows for each group."""
+        """The model, and a batch with `rows` unused rows for each group."""
         shapes, count = self.shapes, rows * self.shapes.groups
         table = np.full((count, shapes.columns), shapes.pages, np.int32)
         unused = Rows(np.full(count, shapes.slots, np.int32), table, in_place=count == shapes.slots)
@@ -244,7 +244,7 @@ class Runner:
         return SlotContents(self._fresh, zero, zero, zero, sampling)
 
     def _used(self, sequence: TokenSequence) -> int:
-        """How many of its pages hold tokens."""
+        """The number of the sequence's pages that hold tokens."""
         return -(-sequence.held // self.shapes.page_size) - sequence.memory.first_page
 
     def _moves(self, pages: Sequence[int]) -> Iterator[Array]:
@@ -272,12 +272,12 @@ class Runner:
         return self._put(np.asarray(value, np.int32))
 
     def _zeros(self, like: Array, rows: int) -> Array:
-        """Zeros for so many rows of an array."""
+        """Zeros in the form of `rows` rows of an array."""
         return self._put(np.zeros((rows, *like.shape[1:]), like.dtype))
 
 
 def _filled_up(entries: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Some pages with zeros after them, as many as one call moves."""
+    """The entries of some pages, padded with zeros to the number of pages that one call moves."""
     missing = PAGES_MOVED - len(entries[0]) if entries else 0
     if not missing:
         return entries

@@ -1,7 +1,7 @@
-"""From logits to the next token: greedy, or drawn, after the filters of two lists.
+"""From logits to the next token: greedy or drawn, after two lists of filters.
 
-`ADJUSTING` changes the logits of every row, and `NARROWING` those of the rows that draw, at a temperature. Filters
-apply in the order of the lists. A parameter that one needs is a field of `SamplingParams` and a column of `Sampling`.
+`ADJUSTING` changes the logits of every row; `NARROWING` then those of the rows that are drawn (temperature > 0). Each
+list is applied in order. A filter's parameter is a field of `SamplingParams` and a column of `Sampling`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Allowed = UInt32[Array, "batch words"] | None
 Logits = Float32[Array, "batch vocab"]
-# Stands for a token where there are no finite logits to choose from.
+# The token of a row that has no finite logit to choose.
 NOT_A_NUMBER = -2
-# In `Adjustments.counts`: the prompt has this token. The bits below count it in the output.
+# A flag in `Adjustments.counts`: the prompt has this token. The lower bits count it in the output.
 IN_PROMPT = 1 << 30
-# Logits are reduced in segments of this size first: XLA's CPU backend is slow over rows as long as a vocabulary.
+# Logits are first reduced in segments of this size: XLA's CPU backend is slow over rows as long as a vocabulary.
 SEGMENT = 256
-# Tokens of a vocabulary from which on the choice of one costs more than a turn of a loop.
+# The size of vocabulary from which choosing a token costs more than an iteration of `lax.map`.
 MANY = 2**14
-# Logits over a lower temperature would overflow float32, and two infinities tie.
+# At a lower temperature logits would overflow float32, and two infinities tie.
 COLDEST = 1e-30
 
 
 class Adjustments(eqx.Module):
-    """Changes of a row's logits before its token is chosen, where `active`; see `SamplingParams`."""
+    """Biases and penalties on a row's logits, where it is `active`; see `SamplingParams`."""
 
     active: Bool[Array, " batch"]
     repetition: Float32[Array, " batch"]
@@ -71,10 +71,10 @@ class Sampling(eqx.Module):
     min_p: Float32[Array, " batch"]  # keep what is at least min_p times as likely as the likeliest; 0 keeps all
     seed: Int32[Array, " batch"]
     stops: Int32[Array, "batch stops"]  # ids that end the row; -1 means no id
-    least: Int32[Array, " batch"]  # no stop before the row has so many tokens, prompt and all
+    least: Int32[Array, " batch"]  # no stop before the row has this many tokens, including the prompt
     alternatives: Bool[Array, " batch"]  # True where the likeliest tokens are reported
     adjustments: Adjustments | None  # None where no row wants any
-    filters: tuple[Filter, ...] = eqx.field(static=True, default=())  # the user's; they take adjustments
+    filters: tuple[Filter, ...] = eqx.field(static=True, default=())  # the user's; they need `adjustments`
 
     @staticmethod
     def build(
@@ -85,7 +85,7 @@ class Sampling(eqx.Module):
         put: Callable[[Any], Any] = jax.device_put,
         filters: tuple[Filter, ...] = (),
     ) -> "Sampling":
-        """One row per (params, seed, number of tokens of the prompt, stop ids). `width` is the room for stop ids.
+        """One row per (params, seed, length of the prompt, stop ids), with `width` columns for stop ids.
 
         `put` takes arrays of the host to the device.
         """
@@ -107,7 +107,7 @@ class Sampling(eqx.Module):
 
 
 class Choice(eqx.Module):
-    """The next token of each row, its log-probability, and the likeliest tokens where they were asked for."""
+    """The next token of each row, its log-probability, and the likeliest tokens where requested."""
 
     token: Int32[AnyArray, "*rows"]
     logprob: Float32[AnyArray, "*rows"]  # natural, under the model's own logits
@@ -132,9 +132,9 @@ def choose(
     positions: Int32[Array, " batch"],
     allowed: Allowed = None,
 ) -> Choice:
-    """The token that follows each row's `positions` tokens; NOT_A_NUMBER where the logits leave nothing to choose.
+    """The token that follows each row's `positions` tokens; NOT_A_NUMBER if no finite logit is left to choose.
 
-    With masks, it is one that `allowed` has.
+    With masks, only tokens that `allowed` has are chosen.
     """
     adjusted = logits
     for adjust in ADJUSTING:
@@ -153,7 +153,7 @@ def scored(
     token: Int32[Array, " batch"],
     alternatives: Bool[Array, ""],
 ) -> Choice:
-    """These tokens with their log-probabilities, logits - total, and the likeliest beside them with `alternatives`."""
+    """The log-probabilities of these tokens, logits - total; with `alternatives` the likeliest tokens too."""
     own = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     logprob = own - total
 
@@ -177,7 +177,7 @@ def choose_active(
     row_by_row: bool = False,
     allowed: Allowed = None,
 ) -> Choice:
-    """`choose` for the rows that are `active`; others get anything, and with `row_by_row` cost nothing."""
+    """`choose` for the `active` rows; other rows get any token, and with `row_by_row` cost nothing."""
     if not row_by_row or logits.shape[1] < MANY:
         return choose(logits, sampling, positions, allowed)
 
@@ -193,7 +193,7 @@ def choose_active(
 
 
 def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Array, " batch"]) -> Sampling:
-    """The sampling with each row's new token, where one was `chosen`, in its counts."""
+    """Adds each row's new token to its counts, where one was `chosen`; returns the sampling."""
     if sampling.adjustments is None:
         return sampling
     counts = sampling.adjustments.counts
@@ -203,7 +203,7 @@ def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Arra
 
 
 def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Array, " batch"]) -> Bool[Array, " batch"]:
-    """True for each row that ends with its token, the one after `positions` others."""
+    """True for each row that ends with its `token`, which follows `positions` others."""
     stop = jnp.any(token[:, None] == sampling.stops, axis=-1) & (positions >= sampling.least)
     return stop | (token == NOT_A_NUMBER)
 
@@ -222,7 +222,7 @@ def sample(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"]
 
 
 def _segments(logits: Logits) -> Float32[Array, "batch segments segment"]:
-    """The logits in segments, the last of them filled up with -inf."""
+    """The logits in segments, padded with -inf."""
     batch, vocab = logits.shape
     filled = jnp.pad(logits, ((0, 0), (0, -vocab % SEGMENT)), constant_values=-jnp.inf)
     return filled.reshape(batch, -1, SEGMENT)
@@ -237,7 +237,7 @@ def _largest(logits: Logits) -> Int32[Array, " batch"]:
 
 
 def log_sum_exp(logits: Logits) -> Float32[Array, " batch"]:
-    """log Σ e^logits of each row; NaN where any of its logits is."""
+    """log Σ e^logits of each row; NaN if any of its logits is NaN."""
     segments = _segments(logits)
     top = jnp.max(jnp.max(segments, axis=-1), axis=-1)
     shift = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -245,14 +245,14 @@ def log_sum_exp(logits: Logits) -> Float32[Array, " batch"]:
 
 
 def filtered_logits(logits: Logits, sampling: Sampling) -> Logits:
-    """Logits over temperature, with -inf for the tokens that the other filters of `NARROWING` strike out."""
+    """Logits over temperature, with -inf for the tokens that the other filters of `NARROWING` remove."""
     for narrow in NARROWING:
         logits = narrow(logits, sampling)
     return logits
 
 
 def biased_and_penalized(logits: Logits, sampling: Sampling, *_: Any) -> Logits:
-    """`logit_bias` and the three penalties, for the rows that have any."""
+    """Applies `logit_bias` and the three penalties to the rows that have any."""
     adjust = sampling.adjustments
     if adjust is None:
         return logits
@@ -270,7 +270,7 @@ def biased_and_penalized(logits: Logits, sampling: Sampling, *_: Any) -> Logits:
 
 
 def filtered_by_user(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"], *_: Any) -> Logits:
-    """The user's filters, each row by itself."""
+    """Applies the user's filters to each row by itself."""
     if not sampling.filters:
         return logits
     assert sampling.adjustments is not None, "whose counts the filters are given"
@@ -282,25 +282,25 @@ def filtered_by_user(logits: Logits, sampling: Sampling, positions: Int32[Array,
 
 
 def without_early_stops(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"], *_: Any) -> Logits:
-    """-inf for the ids that may not end a row yet, by `min_tokens`."""
+    """Sets the stop ids of a row to -inf while they may not end it, by `min_tokens`."""
     early = (positions < sampling.least)[:, None] & (sampling.stops >= 0)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[rows, jnp.where(early, sampling.stops, logits.shape[1])].set(-jnp.inf, mode="drop")
 
 
 def allowed_only(logits: Logits, _: Sampling, __: Int32[Array, " batch"], allowed: Allowed) -> Logits:
-    """-inf for the tokens that `structured` does not allow."""
+    """Sets the tokens that `structured` does not allow to -inf."""
     return logits if allowed is None else masked(logits, allowed)
 
 
 def over_temperature(logits: Logits, sampling: Sampling) -> Logits:
-    """Logits over the temperature; unchanged where it is 0."""
+    """Divides logits by the temperature; unchanged where it is 0."""
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     return logits / temperature[:, None]
 
 
 def within_top_k_and_top_p(logits: Logits, sampling: Sampling) -> Logits:
-    """The `top_k` likeliest, and of these the fewest that together reach `top_p`: one sort does both."""
+    """Keeps the `top_k` likeliest tokens, and of these the fewest that together reach `top_p`; one sort does both."""
 
     def narrowed() -> Logits:
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
@@ -319,13 +319,13 @@ def within_top_k_and_top_p(logits: Logits, sampling: Sampling) -> Logits:
 
 
 def at_least_min_p(logits: Logits, sampling: Sampling) -> Logits:
-    """-inf for the tokens that are less than `min_p` times as likely as the likeliest."""
+    """Sets tokens that are less than `min_p` times as likely as the likeliest to -inf."""
     floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
     return jnp.where(logits >= floor[:, None], logits, -jnp.inf)
 
 
-# A user's filters come before those that hold what a request was promised, `min_tokens` and its grammar.
+# A user's filters come first, so that they cannot undo `min_tokens` or the grammar.
 ADJUSTING = (biased_and_penalized, filtered_by_user, without_early_stops, allowed_only)
-"""`filter(logits, sampling, positions, allowed)`, of every row."""
+"""Filters `f(logits, sampling, positions, allowed)`, which are applied to every row."""
 NARROWING = (over_temperature, within_top_k_and_top_p, at_least_min_p)
-"""`filter(logits, sampling)`, of the rows that draw."""
+"""Filters `f(logits, sampling)`, which are applied to rows that are drawn."""

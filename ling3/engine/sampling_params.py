@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a continuation is drawn and where it ends, checked before any work is done."""
+"""`SamplingParams`: how a completion is drawn and where it ends, checked before any work is done."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 """The most alternatives that are reported per token."""
 MAX_STOP_IDS = 64
-"""The most token ids that may end one request, the model's own ends among them."""
+"""The most token ids that may end one request, including the model's end ids."""
 MAX_COMPLETIONS = 128
 """The most completions of one prompt."""
 MAX_BIASES = 1024
@@ -28,9 +28,9 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 """The most characters of one stop string."""
 LARGEST = 1e9
-"""The largest number: float32 can add, multiply and divide such numbers without overflow."""
+"""The largest value of a parameter: float32 can add, multiply and divide such numbers without overflow."""
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
-"""The largest seed: the last completion's is an int32 too."""
+"""The largest seed: the last completion's seed has to be an int32 too."""
 NOT_IN_GENERATE = ("stop", "structured", "n", "logprobs", "prompt_logprobs", "capture", "keep")
 """Fields that only an engine supports, as `ling3.generate` returns token ids alone."""
 
@@ -45,12 +45,12 @@ class SamplingParams:
         z_t <- z_t / repetition_penalty if z_t > 0 else z_t · repetition_penalty     for t in prompt and output
         z_t <- z_t - frequency_penalty · c_t - presence_penalty · [c_t > 0]
         z <- the engine's filters, if it has any
-        stop ids before `min_tokens`, and tokens that `structured` does not allow next, are struck out
+        z_t <- -inf    for stop ids before `min_tokens`, and tokens that `structured` does not allow next
         temperature 0: argmax z;  else a draw from softmax(z / temperature) within top-k, then top-p, then min-p
 
-    A completion ends with `max_tokens` tokens, an end of the model's (unless `ignore_eos`) or one of `stop_token_ids`
-    (that token is its last), or before a string of `stop` in its text, or where `structured` allows nothing more.
-    Raises ParameterError naming every senseless field.
+    A completion ends after `max_tokens` tokens; with an end id of the model (unless `ignore_eos`) or one of
+    `stop_token_ids`, as its last token; before a string of `stop` in its text; or where `structured` allows nothing
+    more. Raises ParameterError that names every invalid field.
     """
 
     temperature: float = parameter(0.0, ge=0, le=LARGEST)
@@ -60,58 +60,57 @@ class SamplingParams:
     top_k: int | None = parameter(None, ge=1)
     """Sample from this many of the likeliest tokens; without it, or with -1, from all."""
     min_p: float = parameter(0.0, ge=0, le=1)
-    """Leave out tokens less likely than this share of the likeliest; 0 keeps all."""
+    """Leave out tokens less likely than this fraction of the likeliest token's probability; 0 keeps all."""
     repetition_penalty: float = parameter(1.0, ge=1 / LARGEST, le=LARGEST)
     """Above 1 makes tokens of prompt and output less likely; 1 does nothing."""
     presence_penalty: float = parameter(0.0, ge=-LARGEST, le=LARGEST)
-    """Taken off the logit of each token that the output has."""
+    """Subtracted from the logit of each token that the output has."""
     frequency_penalty: float = parameter(0.0, ge=-LARGEST, le=LARGEST)
-    """Taken off the logit of a token for each time that the output has it."""
+    """Subtracted from the logit of a token for each time that the output has it."""
     max_tokens: int = parameter(128, ge=0, common=False)
-    """The most new tokens; 0, with `prompt_logprobs`, `capture` or `keep`, for none."""
+    """The most new tokens; 0, only with `prompt_logprobs`, `capture` or `keep`, for none."""
     min_tokens: int = parameter(0, ge=0)
-    """No stop id, and no stop string, ends the text before it has so many tokens."""
+    """No stop id or stop string ends the text before it has this many tokens."""
     stop: str | Sequence[str] = ()
-    """Strings that end the text, which stops short of them."""
+    """Strings that end the text, and are not part of it."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end it."""
+    """Token ids that end the text."""
     ignore_eos: bool = parameter(False)
-    """Go on past the model's own ends."""
+    """Continue past the model's end ids."""
     seed: int | None = parameter(None, ge=0, le=MAX_SEED, common=False)
-    """The same seed gives the same tokens in any company; None draws one, which the output reports."""
+    """The same seed gives the same tokens, whatever else runs; None draws one, which the output reports."""
     logprobs: int | None = parameter(None, ge=0, le=MAX_LOGPROBS, common=False)
-    """Report the natural log-probability of each token under softmax(z), before all of the above, and those of so many
-    likeliest tokens beside it; 0 reports the token's alone."""
+    """Report the natural log-probability of each token under softmax(z), before all of the above, and those of this
+    many likeliest tokens; 0 reports only the token's."""
     prompt_logprobs: int | None = parameter(None, ge=0, le=MAX_LOGPROBS, common=False)
-    """Report the natural log-probability of each token of the prompt but the first, given those before it, under
-    softmax(z) of the model's own logits, and those of so many likeliest tokens beside it. They are computed as prompts
-    are, in chunks, with the logits of 16 tokens at a time: a token that was generated had its log-probability from a
-    step of one token, which rounds otherwise, so the same token scored as part of a prompt may differ in the last bits
-    of the weights' dtype. The answer has the same bits with and without them. Such a prompt is computed whole, without
-    known prefixes."""
+    """Report the natural log-probability of each prompt token but the first, given those before it, under softmax(z) of
+    the model's own logits, and those of this many likeliest tokens. They are computed in chunks, as prompts are, with
+    the logits of 16 tokens at a time. The log-probability of a generated token comes from a step of one token, which
+    rounds differently: the same token scored in a prompt may differ in the last bits of the weights' dtype. Scoring
+    does not change the answer's bits. Such a prompt is computed in full, without known prefixes."""
     structured: Structured | None = None
-    """What the text may be: a `JSONSchema`, a `JSONObject`, a `Regex`, a `Choice` or a `Grammar`. The model's ends, and
-    `stop_token_ids`, are allowed where the text may end (with `ignore_eos` the latter alone), and it ends by itself
-    where it can only end. Where the grammar leaves no choice of text, its tokens are those that the tokenizer makes of
-    it, several in one call. A grammar that leaves no token, before `min_tokens` for instance, ends in `error`. The
-    extra `structured` has what it takes."""
+    """Constrains the text by a `JSONSchema`, a `JSONObject`, a `Regex`, a `Choice` or a `Grammar`. The model's end ids
+    and `stop_token_ids` are allowed where the text may end (with `ignore_eos` only the latter), and the text ends by
+    itself where nothing can follow. Where the grammar leaves no choice of text, the tokenizer's tokens for it are
+    forced, several in one call. If no token is allowed, for instance before `min_tokens`, the request ends in `error`.
+    Needs the extra `structured`."""
     capture: "Capture | None" = None
-    """Which arrays inside the model to bring along of every prompt and new token, in `Completion.captured`. The answer
-    has the same bits with and without; such a request takes another prefill of prompt and answer, and its last delta
-    comes after that. `max_tokens=0` captures the prompt alone."""
+    """Arrays inside the model to return for every prompt and new token, in `Completion.captured`. Capturing does not
+    change the answer's bits: prompt and answer are prefilled again afterwards, and the last delta comes after that.
+    `max_tokens=0` captures the prompt alone."""
     interventions: "Sequence[Intervention]" = ()
-    """What to change inside the model for this request, at positions that count from the prompt's first token. Such
-    requests run in calls of their own, together with those that have interventions at the same sites, and use no known
-    prefixes; each new combination of sites is compiled with its first request."""
+    """Changes inside the model for this request, at positions that count from the prompt's first token. Such requests
+    share calls only with those that have interventions at the same sites, and use no known prefixes; each new
+    combination of sites is compiled with its first request."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
     n: int = parameter(1, ge=1, le=MAX_COMPLETIONS, common=False)
     """Completions of the prompt; the i-th has the seed `seed + i`."""
     keep: bool = parameter(False, common=False)
-    """Copy what the request remembers at its end to the host, for later requests to go on from: `Completion.snapshot`.
-    With `max_tokens=0` that is after the prompt. The answer has the same bits with and without. With strings in `stop`,
-    or a sliding window, the request gets one token per call, which the host reads before the next: the device must not
-    go past an end that only the host sees, since a state cannot be cut back."""
+    """Copy the request's memory at its end to the host, for later requests to continue from: `Completion.snapshot`.
+    With `max_tokens=0` that is after the prompt. The answer's bits do not change. With strings in `stop`, or a sliding
+    window, the request gets one token per call, which the host reads before the next: the device must not go past an
+    end that only the host sees, since a state cannot be rolled back."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the class is frozen
@@ -123,12 +122,12 @@ class SamplingParams:
         set_field(self, "stop", tuple(self.stop))
         set_field(self, "interventions", tuple(self.interventions))
         set_field(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
-        # A copy: what the caller does to theirs must not reach a request that is running.
+        # A copy, so that the caller's later changes do not reach a running request.
         bias = self.logit_bias
         set_field(self, "logit_bias", None if bias is None else {operator.index(t): float(x) for t, x in bias.items()})
 
     def _contradictions(self) -> Iterable[tuple[str, str]]:
-        """The problems of fields that are plausible one by one, without their names."""
+        """Yields (name, problem) for fields that are valid one by one, but not together."""
         if self.min_tokens > self.max_tokens:
             yield "min_tokens", f"is {self.min_tokens}, expected at most max_tokens, which is {self.max_tokens}"
         if self.max_tokens == 0:
@@ -144,7 +143,7 @@ class SamplingParams:
             yield "keep", "is True, expected False with capture or interventions: nothing is kept of such requests"
 
     def _lists(self) -> Iterable[tuple[str, str]]:
-        """The problems of the fields that are no numbers, without their names."""
+        """Yields (name, problem) for invalid fields that are not numbers."""
         if self.structured is not None and not isinstance(self.structured, tuple(KINDS.values())):
             yield "structured", f"is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None"
         if self.capture is not None and not _is_capture(self.capture):
@@ -176,7 +175,7 @@ class SamplingParams:
         return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
     def check(self, vocab: int, ends: Sequence[int] = ()) -> tuple[int, ...]:
-        """The ids that end a text, with the model's `ends`; ParameterError for ids outside a vocabulary of `vocab`."""
+        """The ids that end a text, including the model's `ends`; raises ParameterError for ids outside [0, `vocab`)."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
             outside = [token for token in ids if not 0 <= token < vocab]
             if outside:
@@ -190,7 +189,7 @@ class SamplingParams:
 
 
 def of_generate(params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-    """`params` with some `fields` changed. ParameterError for those of NOT_IN_GENERATE, TypeError for unknown names."""
+    """`params` with some `fields` changed. Raises ParameterError for NOT_IN_GENERATE, TypeError for unknown names."""
     if "stop_token_ids" in fields:
         fields = {**fields, "stop_token_ids": tuple(fields["stop_token_ids"])}
     default, names = SamplingParams(), [field.name for field in dataclasses.fields(SamplingParams)]
@@ -207,9 +206,9 @@ def of_generate(params: SamplingParams | None, fields: Mapping[str, Any]) -> Sam
 
 
 def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
-    """The prompt's ids as plain ints; ParameterError, with its `name`, for an empty prompt and for what is no id."""
+    """The prompt's ids as plain ints; raises ParameterError, with its `name`, if it is empty or has invalid ids."""
     check_length(prompt, name)
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array's items are slow to come by
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # iterating over an array is slow
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
         return list(ids)
     for place, token in enumerate(ids):
@@ -221,7 +220,7 @@ def check_prompt(prompt: Any, vocab: int, name: str = "prompt") -> list[int]:
 
 
 def check_length(prompt: Any, name: str = "prompt") -> int:
-    """How many ids the prompt has, without a look at them; ParameterError if it is empty or no list."""
+    """The number of ids in the prompt, which are not checked; raises ParameterError if it is empty or no list."""
     text_or_unordered = isinstance(prompt, (str, bytes, Mapping, Set))
     if text_or_unordered or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
         raise ParameterError(
@@ -233,7 +232,7 @@ def check_length(prompt: Any, name: str = "prompt") -> int:
 
 
 def check_room(prompt: Any, max_tokens: int, context: int, name: str = "prompt") -> None:
-    """ParameterError, with the prompt's `name`, if it is no list or does not fit into `context` with `max_tokens`."""
+    """Raises ParameterError, with the prompt's `name`, if it is no list or exceeds `context` with `max_tokens`."""
     length = check_length(prompt, name)
     if length + max_tokens > context:
         raise ParameterError(
@@ -249,12 +248,12 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_capture(value: Any) -> bool:
-    from ling3.engine.capture import Capture  # noqa: PLC0415, only for who has any: it takes NumPy
+    from ling3.engine.capture import Capture  # noqa: PLC0415, only when needed: it imports NumPy
 
     return isinstance(value, Capture)
 
 
 def _is_intervention(value: Any) -> bool:
-    from ling3.intervention import Intervention  # noqa: PLC0415, only for who has any: it takes JAX
+    from ling3.intervention import Intervention  # noqa: PLC0415, only when needed: it imports JAX
 
     return isinstance(value, Intervention)

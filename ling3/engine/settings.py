@@ -11,20 +11,20 @@ from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 
 DECODE_STEPS = 16
-"""The most decode steps of one call, and so the most tokens of one row between two looks from the host."""
+"""The most decode steps of one call, and so the most tokens of a row before the host reads them."""
 MAX_SLOTS = 2**16
 """The most slots of an engine, and the most rows of its decode call."""
 MAX_PAGES = 2**26
-"""The most pages: each takes some memory of the host's too."""
+"""The most pages: each also takes some memory of the host."""
 MAX_TOKENS = 2**17
 """The most tokens of a page, and of a prefill call."""
 MAX_PADDINGS = 64
 """The most sizes of a prefill call: each is a program to compile."""
 LARGEST = 2**31 - 1
-"""The largest int32: positions are counted in it."""
+"""The largest int32, which is the type of positions."""
 CacheDtype = Literal["auto", "float32", "bfloat16", "packed"]
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
-"""What caches may be kept in."""
+"""The possible values of `cache_dtype`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,45 +32,44 @@ class EngineSettings:
     """How an engine batches requests, and how much memory it takes.
 
     The last bits of an answer may depend on `page_size`, `chunked_prefill_size`, `token_paddings`, `decode_rows` and
-    `decode_steps`, and without `batch_invariant` on how many requests run; more than these depends on `cache_dtype`,
-    and nothing on anything else here.
-    Raises ParameterError naming every senseless field.
+    `decode_steps`, and without `batch_invariant` on how many requests run. `cache_dtype` may change more than the last
+    bits; no other field here changes an answer. Raises ParameterError that names every invalid field.
     """
 
     max_running_requests: int = parameter(64, ge=1, le=MAX_SLOTS)
-    """Slots: requests that run at once; further ones wait."""
+    """The number of slots: requests that run at once; further ones wait."""
     page_size: int = parameter(256, ge=1, le=MAX_TOKENS)
-    """Tokens of a page of the paged caches."""
+    """Tokens per page of the paged caches."""
     chunked_prefill_size: int = parameter(512, ge=1, le=MAX_TOKENS)
-    """Prompt tokens of a prefill call: longer prompts go in by chunks."""
+    """The most prompt tokens of a prefill call: longer prompts are split into chunks."""
     token_paddings: Sequence[int] | None = None
-    """The sizes that prefill calls are padded to, each to the smallest that holds it. Without it, 16, 128 and 512, for
-    a large model on a CPU others between them, and chunked_prefill_size if that is larger."""
+    """The sizes that prefill calls are padded to, each to the smallest that holds it. Without it, 16, 128 and 512 (for
+    a large model on a CPU also others between them), and chunked_prefill_size if that is larger."""
     max_model_len: int | None = parameter(None, ge=1, le=LARGEST)
     """The most tokens of a request, prompt and output; without it, the model's context."""
     mem_fraction: float = parameter(0.6, gt=0, le=1)
-    """What share of the memory that the weights leave free the slots and pages may take."""
+    """The fraction of the memory left by the weights that slots and pages may take."""
     max_queue: int = parameter(1024, ge=1, le=LARGEST)
     """The most requests that wait."""
     num_pages: int | None = parameter(None, ge=1, le=MAX_PAGES)
-    """How many pages; without it, as many as fit into mem_fraction or could ever be used."""
+    """The number of pages; without it, as many as fit into mem_fraction or could ever be used."""
     decode_rows: int | None = parameter(None, ge=1, le=MAX_SLOTS)
-    """Requests of a decode call; without it, all slots, but at most 16 on a CPU."""
+    """Rows of a decode call, one per request; without it, all slots, but at most 16 on a CPU."""
     decode_steps: int = parameter(8, ge=1, le=DECODE_STEPS)
-    """The most tokens of a decode call, for each of its requests."""
+    """The most tokens of each request in one decode call."""
     batch_invariant: bool = parameter(True)
-    """False: few running requests share a smaller decode call, which is faster, but the last bits of an answer then
-    depend on how many there are."""
+    """False: if few requests run, they share a smaller decode call, which is faster, but the last bits of an answer
+    then depend on how many there are."""
     prefix_cache: bool = parameter(True)
-    """Prompts that begin as earlier ones did go on from what these left in the pages, with the same bits. Prefixes are
-    kept by whole steps, the least common multiple of page_size and chunked_prefill_size."""
+    """Prompts that begin like earlier ones reuse what these left in the pages, with the same bits. Prefixes are kept in
+    steps of the least common multiple of page_size and chunked_prefill_size."""
     snapshot_fraction: float = parameter(0.1, ge=0, lt=1)
-    """What share of mem_fraction's memory may be taken by snapshots of recurrent states, without which a hybrid model
-    cannot go on from a prefix."""
+    """The fraction of mem_fraction's memory for snapshots of recurrent states, which a hybrid model needs to continue
+    from a prefix."""
     cache_dtype: CacheDtype = "auto"
-    """What caches are kept in; "auto": in the weights' dtype, but on a CPU in float32 at least. Recurrent states are
-    float32 in any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes,
-    and the rest as "auto" does; the model's entries must have the sizes of that format."""
+    """The dtype of caches; "auto" is the weights' dtype, but at least float32 on a CPU. Recurrent states are float32 in
+    any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes, and the rest
+    as "auto" does; the model's entries must have the sizes of that format."""
     overlap: bool = parameter(True)
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -108,14 +107,14 @@ class EngineSettings:
 
     @property
     def prefix_step(self) -> int:
-        """Known prefixes are multiples of so many tokens."""
+        """Known prefixes are multiples of this many tokens."""
         return math.lcm(self.page_size, self.chunked_prefill_size)
 
     def most_pages(self, length: int, window: int | None, step: int | None = None) -> int:
         """The most pages that a sequence of up to `length` tokens holds at once.
 
-        With a `window` these are the pages of one call: of its own tokens and of the window - 1 tokens before them,
-        which may begin anywhere in a page, or in a `step` of so many tokens whose pages are kept together.
+        With a `window` these are the pages of one call: of its tokens and of the window - 1 tokens before them, which
+        may begin anywhere in a page, or in a `step`, the number of tokens whose pages are kept together.
         """
         pages = -(-length // self.page_size)
         if window is None:
@@ -126,7 +125,7 @@ class EngineSettings:
 
 
 def changed(settings: EngineSettings | None, changes: dict[str, Any]) -> EngineSettings:
-    """The settings with some of them changed; TypeError for a name that none of them has."""
+    """The settings with some of them changed; raises TypeError for an unknown name."""
     if settings is not None and not isinstance(settings, EngineSettings):
         raise TypeError(f"settings is {shown(settings)}, expected EngineSettings; give single ones by name")
     names = [field.name for field in dataclasses.fields(EngineSettings)]

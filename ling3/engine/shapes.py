@@ -11,23 +11,23 @@ from ling3.execution import Execution
 from ling3.model import CausalLM
 
 WIDTHS = (16, 128, 512)
-"""Tokens of a prefill call, unless `token_paddings` says otherwise; a larger `chunked_prefill_size` comes to these."""
+"""The default `token_paddings`; a larger `chunked_prefill_size` is added to these."""
 FINE_WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""The same for a large model on a CPU, where the time of a call grows with its padded tokens."""
+"""The default for a large model on a CPU, where the time of a call grows with its padded tokens."""
 CPU_ROWS = 16
-"""Rows of a decode call on a CPU, unless `decode_rows` says otherwise: more slow it down."""
+"""The default `decode_rows` on a CPU: more rows slow a decode call down there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Where known prefixes may end, and what their snapshots take."""
+    """Where known prefixes may end, and how much memory their snapshots take."""
 
     step: int
-    """Tokens: a multiple of a page's and of a prefill call's."""
+    """Tokens per step: a multiple of the page size and of the prefill chunk."""
     snapshot: int
-    """Bytes of a sequence's memory outside its pages; 0 if there is none, and nothing to take a snapshot of."""
+    """Bytes of a snapshot, a sequence's memory outside its pages; 0 if the model has no such memory."""
     budget: int
-    """The most bytes of all snapshots."""
+    """The most bytes of all snapshots together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,36 +38,36 @@ class Shapes:
     pages: int
     page_size: int
     columns: int
-    """Pages of the longest request."""
+    """Columns of a block table: the pages of the longest request."""
     buckets: tuple[int, ...]
     """Prefill buckets: a prefill call's tokens are padded to the smallest that holds them."""
     rows: tuple[int, ...]
-    """Decode buckets: rows of a decode call, padded likewise."""
+    """Decode buckets: a decode call's rows are padded likewise."""
     window: int | None = None
     """A sequence needs only the pages of its last `window` tokens; None: all its pages."""
     most_pages: int = 2**31 - 1
     """The most pages that a sequence holds at once."""
     grid: Grid | None = None
-    """Where prefixes are kept; None: they are not."""
+    """Where known prefixes may end; None if none are kept."""
     groups: int = 1
     """Groups of devices, each with its own part of the slots and pages, and its own rows of a call."""
 
     @property
     def step(self) -> int:
-        """Tokens whose pages are kept, found and freed together: those of a page where no prefixes are kept."""
+        """Tokens whose pages are kept, found and freed together; one page's if no prefixes are kept."""
         return self.page_size if self.grid is None else self.grid.step
 
     def first_page(self, position: int) -> int:
-        """The first page that the token at this position needs; all before it lie in steps behind its window."""
+        """The first page that the token at `position` needs; the pages before it are in steps behind its window."""
         behind = 0 if self.window is None else max(position - self.window + 1, 0)
         return behind // self.step * (self.step // self.page_size)
 
 
 def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> tuple[EngineSettings, Shapes]:
-    """The settings with which an engine of `model` runs, every None replaced by its number, and its shapes.
+    """The settings with which an engine of `model` runs, every None replaced by its value, and its shapes.
 
-    Raises ValueError for more tokens than the model's context, for more slots and pages than memory is free, and for a
-    cache dtype that the model's caches cannot have.
+    Raises ValueError if max_model_len exceeds the model's context, if slots and pages need more memory than is free or
+    cannot be divided among the device groups, and for a cache dtype that the model's caches cannot have.
     """
     context = int(model.config.max_position_embeddings)
     length = context if settings.max_model_len is None else settings.max_model_len
@@ -112,7 +112,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         page_size=page_size,
         columns=-(-length // page_size),
         buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
-        # XLA compiles what is between the products anew for each number of rows, and not always to the same bits.
+        # XLA compiles the code between matmuls anew for each number of rows, and its results may differ in bits.
         rows=(rows,) if settings.batch_invariant else _row_counts(slots // groups),
         window=window,
         most_pages=most_pages,
@@ -122,13 +122,13 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
 
 
 def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid | None:
-    """Where the prefixes of prompts of up to `length` tokens may be kept; None if none are.
+    """Where the prefixes of prompts of up to `length` tokens may end; None if none are kept.
 
-    The windows of a layer and the states of another are two things that a prefix would need at once: no family has
-    both, and such a model keeps none.
+    If a model had both a sliding window and recurrent states, a prefix would need both at its end. No family has both,
+    and such a model keeps no prefixes.
     """
     snapshot = footprint.states
-    # Every group of devices has those of all groups.
+    # Snapshots are replicated: every group of devices has those of all groups.
     budget = int(settings.snapshot_fraction * settings.mem_fraction * (footprint.free // footprint.groups))
     possible = snapshot <= budget and not (snapshot and footprint.window)
     if not (settings.prefix_cache and possible and settings.prefix_step <= length):
@@ -137,13 +137,13 @@ def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid |
 
 
 def _is_large(model: CausalLM, execution: Execution) -> bool:
-    """True for a model whose matrices are all of the size from which on narrow calls pay."""
+    """True if all matrices are so large that narrower prefill calls pay (`Execution.narrow_from`)."""
     least = execution.narrow_from
     return least is not None and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:
-    """The first of the ascending `sizes` that is enough."""
+    """The smallest of the ascending `sizes` that is at least `needed`."""
     return next(size for size in sizes if size >= needed)
 
 

@@ -1,4 +1,4 @@
-"""Checks of snapshots: one of another engine, or a damaged one, is refused before it is queued."""
+"""Checks of snapshots, which refuse those of another engine and damaged ones before the request is queued."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ NONE_KEPT = "an engine on a mesh or of attention and experts apart keeps no snap
 
 
 def continued(prompt: Any) -> Continued | None:
-    """A prompt that goes on from a snapshot, and what follows that; None for any other prompt."""
+    """The prompt as a `Continued`, if it is a snapshot or continues one; None for any other prompt."""
     found = Continued(prompt) if isinstance(prompt, Snapshot) else prompt
     if not isinstance(found, Continued):
         return None
@@ -30,34 +30,34 @@ def continued(prompt: Any) -> Continued | None:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotChecks:
-    """Checks of an engine's snapshots: their model, their arrays' shapes and dtypes, and their counts."""
+    """Checks of an engine's snapshots: their origin, their counts, and their arrays' shapes and dtypes."""
 
     origin: Callable[[], Mapping[str, Any]]
-    """The model and the settings that they belong to."""
+    """Returns the origin of the engine's snapshots (`origins.py`)."""
     page_size: int
     states: Any
-    """As in `Snapshot`, of `jax.ShapeDtypeStruct`."""
+    """The expected `Snapshot.states`, as `jax.ShapeDtypeStruct`."""
     entries: Sequence[jax.ShapeDtypeStruct]
-    """A page of each paged array."""
+    """The shape and dtype of a page of each paged array."""
     first_page: Callable[[int], int]
     """The first page that the token at a position needs."""
 
     @staticmethod
     def of(pool: Pool, shapes: Shapes, origin: Callable[[], Mapping[str, Any]]) -> "SnapshotChecks":
-        """The checks of an engine's pool."""
+        """The checks for the engine with this pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
         return SnapshotChecks(origin, shapes.page_size, states, entries, shapes.first_page)
 
     def check(self, snapshot: Snapshot, name: str) -> None:
-        """ValueError, calling the snapshot by its `name`, for one that no engine of this origin has made."""
+        """Raises ValueError, calling the snapshot by its `name`, unless an engine of this origin could have made it."""
         self._check_origin(snapshot.origin, name)
         if (problem := self._counts(snapshot) or self._arrays(snapshot)) is not None:
             raise ValueError(f"{name} is a snapshot that was damaged or edited: {problem}")
 
     def _check_origin(self, found: Any, name: str) -> None:
-        """ValueError for a snapshot of another model, or of other settings."""
+        """Raises ValueError for a snapshot of another model, or of other settings."""
         if not isinstance(found, Mapping):
             raise ValueError(f"{name} is a snapshot whose origin is {shown(found)}, expected a mapping")
         origin = self.origin()
@@ -69,7 +69,7 @@ class SnapshotChecks:
                 raise ValueError(f"{name} is a snapshot of {what}{here}: it holds for the same model and settings")
 
     def _counts(self, snapshot: Snapshot) -> str | None:
-        """What is wrong with its numbers."""
+        """Describes the first wrong number of a snapshot; None if there is none."""
         if not isinstance(snapshot.token_ids, tuple) or not snapshot.token_ids:
             return f"token_ids are {shown(snapshot.token_ids)}, expected a tuple of at least one"
         tokens, answered = len(snapshot.token_ids), snapshot.answered
@@ -82,7 +82,7 @@ class SnapshotChecks:
         return None
 
     def _arrays(self, snapshot: Snapshot) -> str | None:
-        """What is wrong with its arrays."""
+        """Describes the first wrong array of a snapshot; None if there is none."""
         count = -(-snapshot.held // self.page_size) - snapshot.first_page
         pages = tuple(tuple(jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for x in self.entries) for n in moves(count))
         for field, expected in (("states", self.states), ("pages", pages)):

@@ -1,4 +1,4 @@
-"""Snapshots: copies on the host of what requests remember, from which later requests go on any number of times."""
+"""Snapshots: copies of a request's memory on the host, from which any number of later requests can continue."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,41 +15,41 @@ from ling3.runtime.parameters import ParameterError
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Snapshot:
-    """A request's tokens and all that it remembers of them, on the host: a prompt that need not be computed again.
+    """A request's tokens and its caches and states for them, on the host: a prompt that need not be computed again.
 
     `SamplingParams(keep=True)` gives one at the end of each completion (`Completion.snapshot`), and with `max_tokens=0`
     one right after the prompt. It is a prompt for any number of requests, also at once, and `then` appends to it. Only
-    what is appended is computed, and the snapshot's last token: all other tokens are `cached_tokens`. It takes no slot
-    and no page, and its memory is free once nothing refers to it.
+    its last token and what is appended are computed: all other tokens are `cached_tokens`. It takes no slot and no
+    page, and its memory is freed once nothing refers to it.
 
-    It is the state one token before the end: the last token is put in by the next request. A request that continues
-    from it has the same bits in any company, and these:
+    It holds the state one token before the end: the next request puts the last token in. The bits of a request that
+    continues from it do not depend on other requests, and they are these:
 
-    - With nothing appended, those of one request that was never interrupted: after a prompt those of a new request with
-      that prompt. Draws go on by (seed, position), and penalties count the whole answer. `max_tokens` and `min_tokens`
-      count new tokens; a stop string is looked for in the new text alone, and a grammar begins anew.
-    - With tokens appended, those of a new request with all the tokens if the snapshot holds whole chunks
-      (`chunked_prefill_size`) of a prompt. Elsewhere that request would put the tokens into other calls, which round
-      otherwise in the last bits, as decoding a token does compared with prefilling it. There the bits are those of the
-      same steps, from the first prompt on, in any engine of these settings.
+    - With nothing appended, those of one request that was never interrupted; after a prompt, those of a new request
+      with that prompt. Sampling continues by (seed, position), and penalties count the complete answer. `max_tokens`
+      and `min_tokens` count new tokens; a stop string is looked for only in the new text, and a grammar starts anew.
+    - With tokens appended, those of a new request with all the tokens if the snapshot holds full chunks
+      (`chunked_prefill_size`) of a prompt. Otherwise the new request would split the tokens into other calls, which
+      round differently in the last bits, as decoding a token does compared with prefilling it. Then the bits are those
+      of the same steps, from the first prompt on, in any engine of these settings.
 
-    What comes after a snapshot is not kept for `prefix_cache`.
+    A prompt that continues a snapshot is not kept for `prefix_cache`.
     """
 
     token_ids: tuple[int, ...]
-    """Of prompt and answer."""
+    """The tokens of prompt and answer."""
     answered: int
-    """How many of them, the last ones, are an answer; 0 right after a prompt."""
+    """How many of these tokens, the last ones, are the answer; 0 right after a prompt."""
     held: int
-    """How many are in the caches: all but the last."""
+    """The number of tokens in the caches: all but the last."""
     first_page: int
-    """Pages before the first that is kept: those behind a sliding window are not needed."""
+    """The number of pages left out at the beginning, which are behind a sliding window."""
     states: tuple[State, ...]
-    """What the request had in its slot, a row of each array."""
+    """The states in the request's slot, one row of each array."""
     pages: tuple[tuple[Shaped[np.ndarray, "_moved _page ..."], ...], ...]
-    """Its pages, some at a time: those of each paged array."""
+    """The entries of its pages: for each block of up to `PAGES_MOVED` pages, those of each paged array."""
     origin: Mapping[str, Any]
-    """The model and the settings that it belongs to."""
+    """The model and the settings that the snapshot is for."""
 
     @property
     def nbytes(self) -> int:
@@ -57,14 +57,14 @@ class Snapshot:
         return sum(x.nbytes for x in jax.tree.leaves((self.states, self.pages)))
 
     def then(self, more: Any) -> "Continued":
-        """The prompt of its tokens and `more`: a text or token ids, which are appended.
+        """A prompt of the snapshot's tokens followed by `more`, a text or token ids.
 
-        Or a whole chat, whose ids must begin with the snapshot's: the conversation so far and its next turn.
+        `more` may also be a complete chat, with the conversation so far, whose ids must begin with the snapshot's.
         """
         return Continued(self, more)
 
     def check(self, params: SamplingParams, more: bool, name: str) -> None:
-        """ParameterError if no request of `params` can go on from it, with `more` or not."""
+        """Raises ParameterError if no request with `params` can continue from it, with or without `more`."""
         again = f"{name} goes on from a snapshot, and its prompt is not computed again"
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", f"prompt_logprobs: {again}")
@@ -82,7 +82,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Continued:
-    """A prompt: a snapshot, and what follows it."""
+    """A prompt that consists of a snapshot and what is appended to it."""
 
     snapshot: Snapshot
     more: Any = ()

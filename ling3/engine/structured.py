@@ -1,6 +1,6 @@
-"""Constraints of a text, the values for `SamplingParams(structured=…)`.
+"""Constraints on the text of an answer, the values for `SamplingParams(structured=…)`.
 
-These are plain values, checked as far as that needs no tokenizer. `ling3.engine.grammars` compiles them.
+These are plain values, checked as far as possible without a tokenizer. `ling3.engine.grammars` compiles them.
 """
 
 import dataclasses
@@ -16,27 +16,27 @@ LONGEST = 2**18
 MAX_CHOICES = 4096
 """The most strings of a choice."""
 DEEPEST = 64
-"""The most levels of a schema."""
+"""The most levels of nesting in a schema."""
 PART = re.compile(r"[a-z][a-z0-9_]{0,63}")
-"""The names of a grammar's parts."""
+"""The pattern of the names of a grammar's parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JSONSchema:
     """JSON that satisfies a schema, given as a dict (or a boolean) or as its text.
 
-    A comma or a colon may be followed by one blank, unless `compact`; there is no other white space, since a model may
-    write blanks for ever. Strings hold no control characters, no parts of UTF-8 characters and no surrogates, escaped
-    or not. Numbers and strings are as long as the schema lets them be: `maxLength` bounds a string. ValueError for
-    what is no schema; keywords that cannot be enforced are refused, by name, when the request is submitted, and so is
-    an `oneOf` unless its options exclude each other.
+    A comma or a colon may be followed by one space, unless `compact`; other white space is not allowed, since a model
+    may write it for ever. Strings hold no control characters, partial UTF-8 characters or surrogates, escaped or not.
+    Only the schema limits how long numbers and strings are: `maxLength` bounds a string. Raises ValueError for an
+    invalid schema. Keywords that cannot be enforced are refused, by name, when the request is submitted, and so is a
+    `oneOf` unless its options exclude each other.
     """
 
-    # The import hook's type check would come before `__post_init__`, and name no remedy.
+    # Any, as the import hook's type check would come before `__post_init__`, whose errors say what to do.
     schema: Any
-    """Kept as text: what the caller does to theirs later does not reach a request that is running."""
+    """Stored as text, so that the caller's later changes do not reach a running request."""
     compact: bool = False
-    """No white space at all."""
+    """True allows no white space at all."""
 
     def __post_init__(self) -> None:
         if type(self.compact) is not bool:
@@ -61,10 +61,10 @@ class JSONSchema:
 
 @dataclasses.dataclass(frozen=True)
 class JSONObject:
-    """Any JSON object, with white space and strings as in `JSONSchema`. Nothing bounds its size but `max_tokens`."""
+    """Any JSON object, with white space and strings as in `JSONSchema`. Only `max_tokens` limits its size."""
 
     compact: bool = False
-    """No white space at all."""
+    """True allows no white space at all."""
 
     def __post_init__(self) -> None:
         if type(self.compact) is not bool:
@@ -101,13 +101,13 @@ class Choice:
 class Grammar:
     """A text that a context-free grammar derives from its rule `start`, in llguidance's dialect of Lark.
 
-    The grammar's `@name` stands for a text of `parts[name]`: `Grammar('start: "x = " @x', {"x": JSONSchema(…)})`. Parts
-    may have parts of their own, all under different names.
+    In the grammar, `@name` means a text of `parts[name]`: `Grammar('start: "x = " @x', {"x": JSONSchema(…)})`. Parts
+    may have parts of their own; all names must differ.
     """
 
     lark: str
     parts: Mapping[str, "Structured"] | Sequence[tuple[str, "Structured"]] = ()
-    """Kept as pairs."""
+    """Stored as pairs of name and constraint."""
 
     def __post_init__(self) -> None:
         _text(self.lark, "grammar")
@@ -125,7 +125,7 @@ KINDS = {kind.__name__: kind for kind in (JSONSchema, JSONObject, Regex, Choice,
 
 
 def written(structured: Structured | None) -> list[Any] | None:
-    """It in JSON's types, for `read`."""
+    """A constraint as JSON values, which `read` turns back."""
     if structured is None:
         return None
     fields = {field.name: getattr(structured, field.name) for field in dataclasses.fields(structured)}
@@ -135,7 +135,7 @@ def written(structured: Structured | None) -> list[Any] | None:
 
 
 def read(what: Sequence[Any] | None) -> Structured | None:
-    """Reads back what `written` has made."""
+    """Turns the JSON values of `written` back into a constraint."""
     if what is None:
         return None
     kind, fields = what
@@ -145,7 +145,7 @@ def read(what: Sequence[Any] | None) -> Structured | None:
 
 
 def _text(text: Any, name: str) -> str:
-    """The text; ValueError if it is not a string, if it is empty or too long, or has no UTF-8 form."""
+    """Returns the text; raises ValueError if it is no string, empty, too long, or has no UTF-8 form."""
     if not isinstance(text, str) or not text:
         raise ValueError(f"the {name} is {shown(text)}, expected a text that is not empty")
     if len(text) > LONGEST:

@@ -1,4 +1,4 @@
-"""The result of a comparison of ablations: as a table, as JSON, as a plot."""
+"""The result of comparing ablations, as a table, as JSON or as a plot."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from ling3.runtime.plots import BLUE, RED
 
 @dataclasses.dataclass(frozen=True)
 class AblationRow:
-    """One model: what was cut, and its scores."""
+    """One row of the table: an ablation and the ablated model's scores."""
 
     name: str
     suite: str
@@ -28,11 +28,11 @@ class AblationRow:
 
 @dataclasses.dataclass(frozen=True)
 class AblationReport:
-    """A table of ablations, the whole model first; `print` it with rich, take `to_dict()`, or `plot` it."""
+    """A table of ablations, the unchanged model first; `print` it with rich, take `to_dict()`, or `plot` it."""
 
     rows: tuple[AblationRow, ...]
     scored: str
-    """What the perplexity is taken over: `solutions` or `text`."""
+    """The text that the perplexity is computed on: `solutions` or `text`."""
     context: int
     """Mean length of the prompts of `recall`, in tokens."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,7 +69,7 @@ class AblationReport:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws ln(perplexity) on a log scale and both accuracies with 95 % intervals, a row for each ablation.
 
-        PNG, PDF or SVG; raises ValueError for other file names, as `bench.report.check_plot` does.
+        Writes PNG, PDF or SVG. Raises ValueError for other file names (see `bench.report.check_plot`).
         """
         check_plot(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 -- takes long to import

@@ -1,6 +1,6 @@
-"""A table of ablations of one model, each of which answers the same questions.
+"""Compares ablations of one model, all on the same questions.
 
-The measurements, also of the whole model:
+The measurements, which are made of the unchanged model too:
 
     perplexity   exp of the mean -ln p of the worked solutions' tokens, given their questions (or of a text's tokens)
     problems     the share of held-out word problems answered with the right number, asked alone
@@ -36,15 +36,15 @@ from ling3.train.nano.problems import Problem, ask, exam, problems, worked_examp
 Suite = Literal["gates", "decay", "memory", "layers", "experts", "all"]
 
 CALIBRATION_SEED = 2028
-"""Of the problems that gates are averaged over."""
+"""The seed of the problems over which gates are averaged."""
 SCORED = 64
-"""Solutions that the perplexity is taken over; problems that gates are averaged over."""
+"""The number of solutions in the perplexity, and of problems over which gates are averaged."""
 ANSWER = 64
-"""Most tokens of an answer: the longest solution has 31 in nano's tokens."""
+"""The most tokens of an answer; the longest solution has 31 of nano's tokens."""
 
 
 class ProblemRows(NamedTuple):
-    """Problems with their solutions, a row each, padded on the right with zeros."""
+    """Problems with their solutions, one per row, right-padded with zeros."""
 
     tokens: Int32[Array, "batch seq"]
     valid: Bool[Array, "batch seq"]  # False for padding
@@ -53,21 +53,21 @@ class ProblemRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """One row of the table: what is cut, in which suite, and how the formula reads then."""
+    """An ablation: its name, suite and changed formula, and the function that applies it."""
 
     name: str
     suite: Suite
     formula: str
     cut: Callable[[CausalLM, ProblemRows], CausalLM]
-    """`cut(model, rows)`: the ablated model; means are taken over `rows`."""
+    """`cut(model, rows)` returns the ablated model; mean gates are taken over `rows`."""
 
 
 def ablations(model: CausalLM, suite: Suite = "all") -> list[Ablation]:
-    """The ablations of `suite` that this model has the mechanisms for; what is cut already is not cut again."""
+    """The ablations of `suite` for mechanisms that this model has, without those that are cut already."""
     found: list[Ablation] = []
 
     def having(mechanism: str, law: Callable[[Any], bool] = lambda module: True) -> dict[str, dict[int, Any]]:
-        """The modules that have the mechanism and that `law` is true for: by class, then by layer."""
+        """The modules that have the mechanism and satisfy `law`, by class name, then by layer."""
         kinds: dict[str, dict[int, Any]] = {}
         for i, module in ablate.having(model, mechanism, uncut=True).items():
             if law(module):
@@ -151,11 +151,11 @@ def compare(
     text: str | None = None,
     report: Callable[[AblationRow], None] = lambda row: None,
 ) -> AblationReport:
-    """The table: the whole model first, then each of the `chosen`, every one in an engine of its own.
+    """Measures the unchanged model, then each of the `chosen` ablations, each in a new engine.
 
     `questions` problems are asked alone, and the first `recalls` of them again after `examples` worked ones. The
-    perplexity is that of `text`, or of solutions. `report` is called with each row as it is measured. Raises ValueError
-    if the examples do not fit into the model's context.
+    perplexity is of `text`, or by default of solutions. `report` is called with each row as it is measured. Raises
+    ValueError if `recalls` exceeds `questions`, or if the examples do not fit into the model's context.
     """
     if recalls > questions:
         raise ValueError(f"recalls is {recalls}, expected at most the number of questions, {questions}")
@@ -171,7 +171,7 @@ def compare(
     calibration = solution_rows(tokenizer, itertools.islice(problems(CALIBRATION_SEED, "train"), SCORED))
     rows: list[AblationRow] = []
     variants = [("whole", "whole", "", model)]
-    variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # they share their weights
+    variants += [(a.name, a.suite, a.formula, a.cut(model, calibration)) for a in chosen]  # variants share weights
     with progress("ablations", len(variants)) as advance:
         for name, suite, formula, variant in variants:
             found = None if text is None else perplexity(variant, tokenizer, text)
@@ -187,7 +187,7 @@ def compare(
 
 
 def solution_perplexity(model: CausalLM, tokenizer: Tokenizer) -> float:
-    """exp of the mean -ln p of the solutions' tokens, for the first held-out problems."""
+    """exp of the mean -ln p of the solutions' tokens, over the first `SCORED` held-out problems."""
     rows = solution_rows(tokenizer, exam(SCORED))
     scores = np.asarray(_likelihoods(model, rows.tokens), np.float64)
     return float(np.exp(-np.mean(scores[np.asarray(rows.learned)[:, 1:]])))
@@ -199,7 +199,7 @@ def _likelihoods(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Float32[
 
 
 def solution_rows(tokenizer: Tokenizer, some: Iterable[Problem]) -> ProblemRows:
-    """Each problem as it is asked, with its solution."""
+    """Tokenizes each problem, as it is asked, with its solution."""
     pairs = [(tokenizer.encode(ask(p)), tokenizer.encode(f" {p.solution}", add_special_tokens=False)) for p in some]
     width = max(len(prompt) + len(solution) for prompt, solution in pairs)
     tokens = np.zeros((len(pairs), width), np.int32)
@@ -218,7 +218,7 @@ def _right(
     """For each prompt, True if the greedy answer ends with the right number."""
     settings = {"max_running_requests": 16, "chunked_prefill_size": 128, "token_paddings": (128,)}
     engine = Engine(model, tokenizer, max_model_len=max(map(len, prompts)) + ANSWER, **settings)
-    # An ablated model may go on with a question of its own instead of stopping; its answer came before that.
+    # An ablated model may continue with another question instead of stopping; its answer comes before that.
     outputs = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, stop=STOP))
     return [last_number(output.text) == problem.answer for output, problem in zip(outputs, asked, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The answer that a text gives: its last number, or its last choice. Exact: numbers are fractions, never floats."""
+"""Extracts the answer from a text: its last number, or its last choice. Numbers are exact fractions, never floats."""
 
 import math
 import re
@@ -9,9 +9,9 @@ from fractions import Fraction
 LETTERS = "ABCDEFGHIJ"
 """The choices of MMLU-Pro."""
 MOST_DIGITS = 1000
-"""A run of more digits is a model that repeats itself, and no number."""
+"""Longer runs of digits are not numbers: the model repeats itself."""
 MOST_BOXES = 16
-"""So many boxes are looked into, from the last one back."""
+"""The most boxes that are read, from the last one back."""
 
 NUMBER = re.compile(
     r"""
@@ -37,7 +37,7 @@ PLAIN = str.maketrans(
 PLAIN_LETTERS = str.maketrans(
     {chr(ord("Ａ") + i): chr(ord("A") + i) for i in range(26)} | {"（": "(", "）": ")", "：": ":"}
 )
-# What may stand for a thousand's comma: LaTeX's spaces and commas, and spaces that do not break.
+# Thousands separators besides the comma: LaTeX's spaces and commas, and non-breaking spaces.
 THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,;:!]|,\{\}|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 PART = r"\{ ?([-+]?[0-9]+(?:\.[0-9]+)?) ?\}"
 FRACTION = re.compile(
@@ -45,7 +45,7 @@ FRACTION = re.compile(
 )
 VULGAR = re.compile("(?P<before>[0-9]?)(?P<character>[¼-¾⅐-⅞])")
 
-# 3 \times 10^{8}: of all powers, those of ten are read.
+# 3 \times 10^{8}: only powers of ten are computed.
 SCIENTIFIC = re.compile(
     r"(?:(?P<before>[0-9]) ?(?:[×*x]|\\times|\\cdot) ?|(?<![A-Za-z0-9.,]))10 ?"
     r"\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|(-?[0-9]{1,3})(?![0-9]))"
@@ -56,7 +56,7 @@ CURRENCY = re.compile(
     r"(?<![A-Za-z])(?:(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|SGD|HKD|MYR|RM|Rp)(?=[0-9])|Rs\.?(?=[0-9])|US(?=\$))"
 )
 BOXED_MINUS = re.compile(r"(?:^|=)[\s$]*-(?:\s|\\[,;:! ])*")
-"""In a box no list begins with a hyphen."""
+"""A minus before a box's number, even with space after it: in a box it is not the hyphen of a list."""
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
 STYLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf)[a-z]*\s*(?=\{)|[*`]")
@@ -64,21 +64,21 @@ STYLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf)[a-z]*\s*(?=\{)|[*`]"
 ANSWER_TAG = re.compile(r"<answer>", re.IGNORECASE)
 TAG = re.compile(r"</?(?:[biup]|[a-z]{2,10})>")
 CONNECTIVES = "and|as|because|but|by|for|from|given|in|is|not|or|since|so|when|where|which|with"
-"""What may follow the choice A where it is no article."""
+"""Words that may follow "A" if it is a choice and not an article."""
 
 Parser = Callable[[str], str | None]
-"""Text in; the answer in its one canonical spelling out, or None where there is none."""
+"""A function from a text to its answer in canonical spelling, or to None if it has none."""
 
 
 def last_number(text: str) -> Fraction | None:
-    r"""The value of the last number in `text`, or None: that of the last `\boxed{}` with one in it, if there is any.
+    r"""The value of the last number in `text`, or None. The last `\boxed{}` with a number takes precedence.
 
-    `1,234.50`, `1{,}234.5` and `1 234.5` with an unbreakable space are one number, as are `1.234.567` and `12,0500`,
-    counted by ten thousands. So are `3/4`, `3 / 4`, `\frac{3}{4}` and `¾`, and `1 1/2` is a mixed number; a date such
-    as 3/4/2024 is three. Currency and units are passed over, `%` among them (`50%` is 50), and so are exponents,
+    `1,234.50`, `1{,}234.5` and `1 234.5` with an unbreakable space are one number, as are `1.234.567` and `12,0500`
+    (grouped by ten thousands). So are `3/4`, `3 / 4`, `\frac{3}{4}` and `¾`, and `1 1/2` is a mixed number; a date such
+    as 3/4/2024 is three numbers. Currency and units are skipped, also `%` (`50%` is 50), and so are exponents,
     subscripts and the digits of a name (`m^2`, `s^{-2}`, `x_1`, `CO2`). Powers of ten are computed (`10^{-3}` is 0.001,
-    `3 \times 10^8` is 300000000), others not (`2^10` is 2), numbers in words are not read, and a decimal comma is a
-    comma. A minus may stand apart from its number in a box (`\boxed{- 5}`); elsewhere it begins an item of a list.
+    `3 \times 10^8` is 300000000), others are not (`2^10` is 2). Numbers in words are not read, and a comma is never a
+    decimal point. In a box, space may follow a minus (`\boxed{- 5}`); elsewhere such a hyphen begins a list item.
     """
     for box in reversed(_boxes(text)):
         value = _last(_numbers(BOXED_MINUS.sub(_tight, box.translate(PLAIN))))
@@ -88,10 +88,10 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[Fraction | None]:
-    """The values of all numbers; None stands for one of too many digits."""
+    """The values of all numbers in order, with None for one of too many digits."""
     text = CURRENCY.sub("$", text.translate(PLAIN).replace(r"\$", "$").replace(r"\%", "%")).replace("$$", "$")
     text = VULGAR.sub(_spelled, FRACTION.sub(_as_slash, text))
-    # Before a minus, a brace says that something is taken away.
+    # The brace that is left marks a minus after it as a subtraction, not a sign.
     text = SCRIPT.sub("}", SCIENTIFIC.sub(_with_e, text))
     text = re.sub(r"\\[a-zA-Z]+", " ", THOUSANDS.sub(",", text))
     return [_value(match) if len(match[0]) <= MOST_DIGITS else None for match in NUMBER.finditer(text)]
@@ -114,7 +114,7 @@ def _value(match: re.Match[str]) -> Fraction:
     if over:
         value = Fraction(int(over), int(under))
         if match["units"]:
-            # A whole number before an improper fraction belongs to something else.
+            # A number before an improper fraction does not belong to it: this is no mixed number.
             value += int(match["units"]) if value < 1 else 0
     elif match["dotted"]:
         value = Fraction(match["dotted"].replace(".", ""))
@@ -137,7 +137,7 @@ def _spelled(match: re.Match[str]) -> str:
 
 
 def numeral(value: Fraction) -> str:
-    """The canonical spelling: `1234.5` where the decimals end, else `1/3`."""
+    """The canonical spelling: a decimal such as `1234.5` if it terminates, else a fraction such as `1/3`."""
     denominator, twos, fives = value.denominator, 0, 0
     while denominator % 2 == 0:
         denominator, twos = denominator // 2, twos + 1
@@ -152,19 +152,19 @@ def numeral(value: Fraction) -> str:
 
 
 def number(text: str) -> str | None:
-    """The parser for numbers: `last_number`, spelled by `numeral`."""
+    """The parser for numbers: `last_number`, spelled as `numeral` does."""
     value = last_number(text)
     return None if value is None else numeral(value)
 
 
 def last_choice(text: str, letters: str = LETTERS) -> str | None:
-    r"""The choice that `text` settles on, one of `letters`, or None.
+    r"""The choice that `text` makes, one of `letters`, or None.
 
-    In this order: the last `\boxed{C}`; the last "the answer is (C)", "Answer: C", "the correct option is C"; the last
-    "option C"; the last capital that stands alone. There A and I do not count before another word: an article, a
-    pronoun; after "answer" they do where that word goes on from a choice ("A because …"). Small letters count in
-    parentheses, or where they end the line, after "answer" alone, and by themselves in a box. A letter
-    of a formula (`C = 5`, `E_1`) is no choice.
+    The first of these that is found: the last `\boxed{C}`; the last "the answer is (C)", "Answer: C", "the correct
+    option is C"; the last "option C"; the last capital that stands alone. In the last case, A and I before another word
+    are taken as article and pronoun; after "answer", A and I count if the next word can follow a choice ("A because
+    …"). Lower-case letters count only after "answer", in parentheses or at the end of the line, and alone in a box. A
+    letter of a formula (`C = 5`, `E_1`) is not a choice.
     """
     plain = ANSWER_TAG.sub(" answer: ", STYLE.sub("", text.translate(PLAIN_LETTERS)))
     plain = TAG.sub(" ", re.sub(rf"<([{letters}])>", r"(\1)", plain))
@@ -178,7 +178,7 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
         if match:
             return (match[1] or match[2]).upper()
 
-    # What is matched is never given back (*+): after "answer", a model may go on with thousands of blank lines.
+    # Possessive quantifiers (*+) avoid backtracking: after "answer", a model may write thousands of blank lines.
     subject = r"(?:answer|(?:correct|right|best)\s++(?:option|choice))\b"
     noun = r"(?:(?:the\s++)?(?:choice|option|letter)\b)?+[\s:\-=]*+"
     verb = r"(?:(?:is|would\s++be|must\s++be|should\s++be)\b)?+[\s:\-=]*+"
@@ -197,29 +197,29 @@ def last_choice(text: str, letters: str = LETTERS) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    """Makes the parser for answers to MMLU-Pro's multiple choice."""
+    """The parser for MMLU-Pro's choices: `last_choice` among `LETTERS`."""
     return last_choice(text)
 
 
 def only_number(text: str) -> str | None:
-    """The number of a text that has no other; None where there are two to choose from."""
+    """The number of a text, or None unless it has exactly one."""
     values = _numbers(text)
     return number(text) if len(values) == 1 else None
 
 
 def leading_choice(text: str) -> str | None:
-    """The letter that a text begins with: `B`, `(B)`, `B. Vitamin A`."""
+    """The letter that a text begins with, or None: `B`, `(B)`, `B. Vitamin A`."""
     match = re.match(rf"[\s({{\[\"'$*]*+([{LETTERS}])(?=\W*$|[)\]}}\"'*]*[.):,\]}}*])", text.translate(PLAIN_LETTERS))
     return match[1] if match else None
 
 
 GOLD: dict[Parser, Parser] = {number: only_number, choice: leading_choice}
-"""How the answer to a question is read where what a model says is read by the first: nothing in it may be guessed."""
+"""For each parser of model outputs, the strict parser of expected answers, which makes no guesses."""
 PARSERS: dict[str, Parser] = {"number": number, "choice": choice}
 
 
 def _boxes(text: str) -> list[str]:
-    r"""What stands in the last few `\boxed{…}`, braces within paired; one that is never closed reaches to the end."""
+    r"""The contents of the last few `\boxed{…}`, with nested braces; an unclosed box reaches to the text's end."""
     boxes = []
     for match in [*BOX.finditer(text)][-MOST_BOXES:]:
         if not match[1]:

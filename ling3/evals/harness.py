@@ -1,8 +1,8 @@
-"""Ling-3 for lm-evaluation-harness (the extra `evals`), under the name `ling3`.
+"""Ling-3 as a model of lm-evaluation-harness (the extra `evals`), registered as `ling3`.
 
     python -m ling3.evals.harness run --model ling3 --model_args pretrained=nano --tasks gsm8k --limit 20
 
-is the harness's own command line with this model in it; from Python, `simple_evaluate(model=Ling3LM("nano"), …)`.
+runs the harness's command line with this model registered; from Python, `simple_evaluate(model=Ling3LM("nano"), …)`.
 """
 
 # pyright: reportMissingImports=false
@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 THINKING = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
 
-# Continuations are scored in calls of ROWS sequences, padded to a power of two of at least SMALLEST_WIDTH tokens, or of
-# fewer if the logits would be more than LOGITS numbers (1 GiB of float32).
+# Continuations are scored in batches of ROWS sequences, or of fewer if the logits would exceed LOGITS numbers (1 GiB of
+# float32), padded to a power of two of at least SMALLEST_WIDTH tokens.
 ROWS, SMALLEST_WIDTH, LOGITS = 16, 16, 2**28
 
 
 @register_model("ling3")
 class Ling3LM(TemplateLM):
-    """A checkpoint for the harness: log-likelihoods by `model(tokens)`, texts by the engine.
+    """A checkpoint for the harness: log-likelihoods from `model(tokens)`, generated texts from the engine.
 
-    Ids, scores and texts are those of the harness's own `hf` on the same checkpoint (tests/parity/test_harness.py).
-    `pretrained` and `revision` are `ling3.load`'s; `max_length` the most tokens of prompt and answer (the model's
-    context without it); `thinking` the chat template's mode with the harness's `--apply_chat_template`. The harness's
-    own `batch_size`, `max_batch_size` and `device` are ignored: the engine batches by itself, on JAX's device.
+    Ids, scores and texts equal those of the harness's `hf` model on the same checkpoint (tests/parity/test_harness.py).
+    `pretrained` and `revision` are as for `ling3.load`. `max_length` is the most tokens of prompt and answer (by
+    default the model's context), `thinking` the chat template's mode under `--apply_chat_template`. `batch_size`,
+    `max_batch_size` and `device` are ignored: the engine batches by itself, on JAX's device.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Ling3LM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token that precedes a text without context."""
         return start_token(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        """The ids of a text, by default with the tokenizer's special tokens unless it begins with one itself."""
+        """The ids of a text, by default with special tokens unless it already begins with the prefix token."""
         if add_special_tokens is None:
             before = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(before)
@@ -106,11 +106,11 @@ class Ling3LM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The checkpoint's directory, which tells the harness's caches apart."""
+        """The checkpoint's directory, by which the harness keeps its caches apart."""
         return str(self.tokenizer.directory).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt's text for a conversation, by the checkpoint's own template."""
+        """The prompt text of a conversation, rendered by the checkpoint's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt, tokenize=False, **self._thinking
         )
@@ -128,7 +128,8 @@ class Ling3LM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """ln p(continuation | context) of each (texts, context, continuation), and True if it is the greedy one.
 
-        If both are longer than `max_length`, the context loses its beginning.
+        A context that is too long for `max_length` is truncated on the left. Raises ValueError if the continuation
+        alone is too long.
         """
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         by_width: dict[int, list[int]] = {}
@@ -170,7 +171,7 @@ class Ling3LM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln p of each whole text, over windows of `max_length` tokens of which the last is a full one too."""
+        """ln p of each text, over windows of `max_length` tokens; the last one is full too, so it may overlap."""
         found = []
         with progress("scoring", len(requests)) as advance:
             for request in requests:
@@ -188,9 +189,9 @@ class Ling3LM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to the first of its `until` strings or `max_gen_toks` tokens.
 
-        It is the text of the new tokens alone, whose first blank a tokenizer may strip. A context that is too long
-        loses its beginning, with a warning. ValueError for an option that the engine does not have, and for a
-        `max_gen_toks` that leaves no room.
+        Only the new tokens are decoded, so a tokenizer may strip their first blank. Contexts that are too long are
+        truncated on the left, with a warning. Raises ValueError for an option that the engine does not have and for a
+        `max_gen_toks` that leaves no room for a prompt, and FloatingPointError if a request fails.
         """
         if self._engine is None:
             self._engine = Engine(
@@ -210,7 +211,7 @@ class Ling3LM(TemplateLM):
         for request, param, output in zip(requests, params, outputs, strict=True):
             if output.error is not None:
                 raise FloatingPointError(f"{request.task_name}, document {request.doc_id}: {output.error}")
-            # By the library, which shows no character of a run of byte tokens that has an invalid one.
+            # Decoded by the library, as in `hf`: a run of byte tokens with an invalid one shows no character at all.
             whole = self.tokenizer.backend.decode(list(output.token_ids))
             text = postprocess_generated_text(whole, list(param.stop), None)
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -218,7 +219,7 @@ class Ling3LM(TemplateLM):
         return texts
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:
-        """The harness's options as the engine's; greedy unless they say otherwise."""
+        """The harness's options as SamplingParams; greedy by default."""
         named: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
         until, most, _ = named.pop("until"), named.pop("max_gen_toks"), named.pop("do_sample", None)
         end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
@@ -236,7 +237,7 @@ class Ling3LM(TemplateLM):
 def _scored(
     model: CausalLM, tokens: Int32[Array, "batch seq"], targets: Int32[Array, "batch seq"]
 ) -> tuple[Float32[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """ln p of the targets, and True where one is the likeliest token."""
+    """ln p of the targets, and True where a target is the likeliest token."""
     logits = model(tokens)
     return log_likelihood(logits, targets), jnp.argmax(logits, axis=2) == targets
 

@@ -1,7 +1,7 @@
-"""Nano's examination as prompt files: `python -m ling3.evals.nano_files --out DIR`.
+"""Nano's exam as prompt files: `python -m ling3.evals.nano_files --out DIR`.
 
-`alone.json` asks held-out problems by themselves, `four_shot.json` the same after four worked examples each: what
-`ling3 eval gsm8k nano --prompts alone.json --out predictions.jsonl` reads.
+`alone.json` has held-out problems without examples, `four_shot.json` the same after four worked examples each. Commands
+such as `ling3 eval gsm8k nano --prompts alone.json --out predictions.jsonl` read them.
 """
 
 import pathlib

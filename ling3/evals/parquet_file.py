@@ -1,22 +1,22 @@
-"""The rows of a Parquet file of questions, as the Hugging Face hub has data sets; read by pyarrow, of an extra."""
+"""Reads Parquet files of questions, the format of data sets on the Hugging Face hub, with pyarrow (in an extra)."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 MAX_ROWS, MAX_BYTES = 1_000_000, 2**28
-"""The most rows of a file, and bytes of its needed columns, decoded. MMLU-Pro's test set has 12,032 rows in 9 MB."""
+"""The most rows of a file, and decoded bytes of the columns read. MMLU-Pro's test set has 12,032 rows in 9 MB."""
 
-# Few rows at a time, because a small file may say of each that it repeats the same long text.
+# Few rows at a time, because a small file may repeat one long text in every row.
 BATCH = 16
 
 
 def read(path: pathlib.Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of `path`, with those of `columns` that it has; the others are not read.
+    """The rows of `path`, with those of `columns` that it has; other columns are not read.
 
-    Columns hold texts, numbers or lists of texts. Raises ValueError, which names the file, where pyarrow is not
-    installed, where the file is damaged, has none of the columns or one of another type, or is larger than `MAX_ROWS`
-    and `MAX_BYTES` allow; OSError where it cannot be opened.
+    Columns hold texts, numbers or lists of texts. Raises ValueError, naming the file, if pyarrow is not installed, or
+    if the file is damaged, has none of the columns, has one of another type or twice, or exceeds `MAX_ROWS` or
+    `MAX_BYTES`. Raises OSError if it cannot be opened.
     """
     try:
         import pyarrow  # noqa: PLC0415 -- from an extra

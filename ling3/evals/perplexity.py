@@ -17,15 +17,15 @@ from ling3.model import CausalLM
 from ling3.text.tokenizer import Tokenizer
 
 CONTEXT = 4096
-"""Tokens of a window, where the model's context has room for them."""
+"""Tokens of a window by default, if the model's context has room for them."""
 
-# Windows that go through the model together, and how many tokens of each at a time: 320 MB of logits for Ling-3.0-tiny.
+# Windows in one batch, and tokens of each per forward pass: 320 MB of logits for Ling-3.0-tiny.
 ROWS, CHUNK = 4, 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """`nats`, the sum of -ln p over a text's `tokens`, which are `nbytes` of UTF-8."""
+    """A text's likelihood: `nats` is the sum of -ln p over its `tokens` tokens, `nbytes` its size in UTF-8."""
 
     nats: float
     tokens: int
@@ -43,7 +43,7 @@ class Likelihood:
 
     @property
     def bits_per_byte(self) -> float:
-        """nats / (ln 2 · bytes), which compares models of different tokenizers."""
+        """nats / (ln 2 · bytes), which is comparable between models with different tokenizers."""
         return self.nats / (math.log(2) * self.nbytes)
 
 
@@ -54,9 +54,9 @@ def perplexity(
     context: int | None = None,
     stride: int | None = None,
 ) -> Likelihood:
-    """The perplexity of `text`, over every token of it; the first one follows `start_token`.
+    """The perplexity of `text` over all its tokens; the first one is predicted from `start_token`.
 
-    `context` and `stride` are those of `log_likelihoods`. Raises ValueError for an empty text.
+    `context` and `stride` are as for `log_likelihoods`. Raises ValueError for an empty text.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
@@ -66,9 +66,10 @@ def perplexity(
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """The token before a text's first one: the tokenizer's bos_token, or else the one that ends a text.
+    """The token put before a text: the tokenizer's bos_token, or else the one that ends a text.
 
-    lm-evaluation-harness has the same, for Hugging Face models (tests/parity/test_harness.py).
+    lm-evaluation-harness uses the same for Hugging Face models (tests/parity/test_harness.py). Raises ValueError if the
+    tokenizer has neither.
     """
     named = [tokenizer.token_named(name) for name in ("bos_token", "eos_token")]
     found = [token for token in (*named, *tokenizer.eos_token_ids) if token is not None]
@@ -80,13 +81,14 @@ def start_token(tokenizer: Tokenizer) -> int:
 def log_likelihoods(
     model: CausalLM, tokens: Sequence[int], context: int | None = None, stride: int | None = None
 ) -> Float64[np.ndarray, " predicted"]:
-    """ln p(tokens[i + 1] | what the window holds up to i), for every token but the first: `predicted` = tokens - 1.
+    """ln p(tokens[i + 1] | the window's tokens up to i), for every token but the first: `predicted` = tokens - 1.
 
-    The first window reads `context` tokens (4096, or what the model's context has room for) and scores what follows
-    each of them; every further one ends `stride` tokens later (half a window) and scores what follows those. So each
-    token is scored once, with at least context - stride tokens before it, or all that there are.
+    The first window reads `context` tokens (by default 4096, or the model's context if that is shorter) and scores the
+    successor of each. Every further window ends `stride` tokens later (by default half a window) and scores only the
+    successors of those. So each token is scored once, after at least context - stride tokens, or all that there are.
 
-    Raises ValueError for fewer than two tokens and for senseless windows, FloatingPointError for NaN.
+    Raises ValueError for fewer than two tokens and for a `context` or `stride` out of range, and FloatingPointError if
+    a result is not finite.
     """
     limit = model.config.max_position_embeddings
     context = min(CONTEXT, limit) if context is None else context
@@ -128,7 +130,7 @@ def _score(
     rows: int,
     found: Float64[np.ndarray, " predicted"],
 ) -> None:
-    """Writes the windows' scores into `found`; they go through the model together, as `rows` rows."""
+    """Scores some windows in one batch of `rows` rows, and writes the results into `found`."""
     longest = max(end - begin for begin, _, end in spans)
     cache = model.init_cache(rows, longest, cache_dtype(model))
     for start in range(0, longest, CHUNK):
@@ -155,7 +157,7 @@ def _step(
     lengths: Int32[Array, " batch"],
     cache: Cache,
 ) -> tuple[Float32[Array, "batch seq"], Cache]:
-    """The targets' log-likelihoods, and the cache with the tokens in it."""
+    """The targets' log-likelihoods, and the cache extended by the tokens."""
     logits, cache = model.step(tokens, cache, lengths)
     return log_likelihood(logits, targets), cache
 

@@ -1,4 +1,4 @@
-"""The predictions file: a JSON line for each question, written as it is answered, so that a run can be resumed."""
+"""The predictions file: a JSON line per question, written when it is answered, so that a run can be resumed."""
 
 import hashlib
 import itertools
@@ -28,22 +28,22 @@ except ImportError:  # not on Windows
     fcntl = None
 
 BEGINNING = b'{"index": '
-"""What each line begins with."""
+"""The first bytes of each line."""
 SAMPLE = 4096
-"""Elements of each array that `fingerprint` looks at."""
+"""Elements of each array that `fingerprint` reads."""
 ANOTHER = "give another file to write to (--out)"
 
 
 class Predictions:
-    """The answers of one run in the JSONL file `path`: those that it has already, and those that are appended.
+    """The answers of one run in the JSONL file `path`: the lines it already has, and appended ones.
 
-    A line has its question's `index` and `prompt_sha256`, its `expected` answer, and the run's `settings`, which must
-    be the same for a run to be resumed. A line that a killed process left without its newline is dropped. Within
-    `with` the file is open and, if the system has `flock`, locked; Ctrl-C waits while a line is being written, and a
-    written line has reached the disk.
+    A line has its question's `index` and `prompt_sha256`, its `expected` answer, and the run's `settings`; a run can
+    only be resumed with equal settings. An incomplete last line, left by a killed process, is dropped. Inside `with`
+    the file is open and, if the system has `flock`, locked. Ctrl-C waits while a line is being written, and a written
+    line has been synced to disk.
 
-    `with` raises BlockingIOError while another run has locked the file, and ValueError, naming the line, for a file of
-    other questions or settings and for any other file.
+    `with` raises BlockingIOError if another run has locked the file, and ValueError, naming the line, if the file has
+    other questions or settings or is not a predictions file.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Predictions:
     ):
         self.path = pathlib.Path(path)
         self._questions = questions
-        self._settings = json.loads(json.dumps(settings))  # as it is read back: tuples are lists
+        self._settings = json.loads(json.dumps(settings))  # as read back from JSON: tuples become lists
         self.lines: dict[int, dict[str, Any]] = {}
         """The lines by their questions' indices."""
 
@@ -62,7 +62,7 @@ class Predictions:
         self._file = self.path.open("a+b")
         try:
             _lock(self._file)
-            # After the lock: another run may have written until then.
+            # Only under the lock: another run may have been writing until then.
             self._file.seek(0)
             whole, end = self._whole_lines(self._file.read())
             self.lines.clear()
@@ -78,7 +78,7 @@ class Predictions:
         self._file.close()
 
     def append(self, index: int, answer: Mapping[str, Any]) -> None:
-        """Writes the line of question `index`: the question, its `answer`, the settings."""
+        """Writes the line of question `index`: the question's fields, its `answer` and the settings."""
         line = {**self._questions[index], **answer, "settings": self._settings}
         with held_back():
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -87,7 +87,7 @@ class Predictions:
             self.lines[index] = line
 
     def _whole_lines(self, content: bytes) -> tuple[list[bytes], int]:
-        """The lines that end with a newline, and their size in bytes; the rest must be the beginning of a line."""
+        """The complete lines and their size in bytes. Raises ValueError if the rest does not begin like a line."""
         end = content.rfind(b"\n") + 1
         if content[end:][: len(BEGINNING)] != BEGINNING[: len(content) - end]:
             raise ValueError(
@@ -128,7 +128,7 @@ class Predictions:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings with those of nested objects under names such as `engine.page_size`."""
+    """Flattens nested settings, under names such as `engine.page_size`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -136,9 +136,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def fingerprint(model: CausalLM) -> str:
-    """A short hash that identifies a model: of its config, and of elements spread over every array.
+    """A short hash that identifies a model: of its config, and of elements sampled from every array.
 
-    On a mesh it is the same, and its processes call this at once.
+    It does not depend on the mesh. All processes of a mesh must call this together.
     """
     digest = hashlib.sha256(repr(model.config).encode())
     found, shares, read = jax.tree.leaves(model), itertools.repeat(WHOLE), _elements
@@ -154,12 +154,12 @@ def fingerprint(model: CausalLM) -> str:
 
 
 def _elements(x: Shaped[Array, "..."], places: tuple[Int32[ArrayLike, " sample"], ...]) -> Shaped[Array, " sample"]:
-    """By an index for each axis: flattening would copy the experts."""
+    """The elements at these indices, one array per axis: flattening `x` would copy the experts."""
     return jnp.atleast_1d(x)[places]
 
 
 def _lock(file: BinaryIO) -> None:
-    """Locks the file until it is closed; BlockingIOError if another run has locked it."""
+    """Locks the file until it is closed. Raises BlockingIOError if another run has locked it."""
     if fcntl is None:
         return
     try:

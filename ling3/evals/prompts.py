@@ -1,4 +1,4 @@
-"""Prompt files: each question with its answer. Errors name the file, the item, its line and the field."""
+"""Prompt files: questions with their answers. Errors name the file, the item, its line and the field."""
 
 import dataclasses
 import json
@@ -13,11 +13,11 @@ from ling3.runtime import strict_json
 from ling3.runtime.quoting import printable
 
 PROMPT = ("prompt", "origin_prompt", "question", "input")
-"""Names of the field with the text to continue, the first that an object has counts."""
+"""Names of the field with the text to continue; the first that an object has is used."""
 ASKED_ALONE = ("question", "input")
-"""Those of them that data sets use for a question without its options."""
+"""The names among `PROMPT` that data sets use for a question without its options."""
 ANSWER = ("answer", "target", "gold", "reference")
-"""Names of the field with the expected answer, likewise."""
+"""Names of the field with the expected answer; the first that an object has is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class DataRow:
-    """One object of a data file, and its place for errors."""
+    """One object of a data file, with its place for error messages."""
 
     where: str
     fields: dict[str, Any]
 
     def text(self, *names: str) -> str:
-        """The first field of these `names` that it has; ValueError if that is no text, or an empty one."""
+        """The first field of these `names` that the row has. Raises ValueError unless it is a non-empty text."""
         name = self.name(names)
         value = self.fields[name]
         if not isinstance(value, str) or not value.strip():
@@ -48,7 +48,7 @@ class DataRow:
         return value
 
     def name(self, names: Sequence[str]) -> str:
-        """The first of `names` that the row has; ValueError if none."""
+        """The first of `names` that the row has. Raises ValueError if it has none."""
         found = next((name for name in names if name in self.fields), None)
         if found is None:
             others = f" (or {', '.join(map(repr, names[1:]))})" if len(names) > 1 else ""
@@ -57,18 +57,18 @@ class DataRow:
         return found
 
     def error(self, name: str, expected: str) -> ValueError:
-        """The error for a field `name` that is not as `expected`."""
+        """A ValueError to raise for a field `name` that is not as `expected`."""
         return ValueError(f"{self.where}: the field {name!r} is {self.fields[name]!r:.60}, expected {expected}")
 
 
 def read(path: str | os.PathLike[str], parse: Parser) -> list[Question]:
-    """The questions of a prompt file, whose answers `parse` must find.
+    """The questions of a prompt file; `parse` must find an answer in each.
 
     In its canonical form the file is a JSON list of objects, `[{"prompt": "Question: …", "answer": "18"}, …]`. An
-    object with that list as its `data` will do, or an object a line (JSONL), or Parquet (`*.parquet`); an answer may be
-    a number, or a text such as GSM8K's whose answer follows `####`; other names for the two fields are in `PROMPT` and
-    `ANSWER`, and what else an object has is passed over. The prompt is given to the model as it stands, worked examples
-    and all. Raises ValueError for anything else, and OSError for what cannot be read.
+    object with that list as its `data` is accepted too, and one object per line (JSONL), and Parquet (`*.parquet`). An
+    answer may be a number, or a text such as GSM8K's whose answer follows `####`. `PROMPT` and `ANSWER` list other
+    names for the two fields; further fields are ignored. The prompt is given to the model unchanged, with any worked
+    examples in it. Raises ValueError for anything else, and OSError for a file that cannot be read.
     """
     questions = []
     for row in rows(path, (*PROMPT, *ANSWER, "options")):
@@ -83,7 +83,7 @@ def read(path: str | os.PathLike[str], parse: Parser) -> list[Question]:
 
 
 def expected(row: DataRow, parse: Parser, *names: str) -> str:
-    """The answer in one of the fields `names`, as `parse` spells it; it must be beyond doubt (see `answers.GOLD`)."""
+    """The answer in the first of the fields `names`, as `parse` spells it. Raises ValueError if it is ambiguous."""
     name = row.name(names)
     value = row.fields[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -101,9 +101,9 @@ def write(path: str | os.PathLike[str], questions: Iterable[Question]) -> None:
 
 
 def rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[DataRow]:
-    """The objects of a JSON list, of an object's `data`, or of JSONL (empty lines are passed over).
+    """The objects of a JSON list, of an object's `data`, or of JSONL (empty lines are skipped).
 
-    Of a Parquet file, the rows with those `columns` that it has.
+    For a Parquet file, its rows with those of the `columns` that it has. Raises ValueError if there are no rows.
     """
     path = pathlib.Path(path)
     if path.suffix.lower() == ".parquet":
@@ -123,7 +123,7 @@ def _not_empty(path: pathlib.Path, found: list[DataRow]) -> list[DataRow]:
 
 
 def _is_jsonl(path: pathlib.Path, text: str) -> bool:
-    """True by the file's name, or if its first line is an object by itself."""
+    """True if the file's name ends in .jsonl, or if its first line is a complete object without `data`."""
     try:
         first = json.loads(text.lstrip().partition("\n")[0])
     except ValueError:

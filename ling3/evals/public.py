@@ -1,4 +1,4 @@
-"""Few-shot prompts from the public files of GSM8K and MMLU-Pro (Parquet, JSONL or a JSON list)."""
+"""Builds few-shot prompts from the public files of GSM8K and MMLU-Pro (Parquet, JSONL or a JSON list)."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from ling3.evals.answers import LETTERS, choice, number
 from ling3.evals.prompts import DataRow, Question, expected, rows
 
 STOP = ("Question:",)
-"""The stop string of these prompts: a base model goes on with the next question."""
+"""The stop string of these prompts, because a base model continues with another question."""
 
 SHOTS = 4
 """Worked examples before each question."""
@@ -22,11 +22,11 @@ THOUGHT = "Let's think step by step."
 def from_gsm8k(
     questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = SHOTS
 ) -> list[Question]:
-    """Prompts of GSM8K (Cobbe et al., arXiv 2110.14168): `test.jsonl` after the first `shots` rows of `train.jsonl`.
+    """GSM8K prompts (Cobbe et al., arXiv 2110.14168): each question after the first `shots` examples.
 
-    Rows have `question` and `answer`, a solution with the number after `####`. Examples end on "The answer is 18."
-    (Wei et al., arXiv 2201.11903), without the calculator's notes `<<9*2=18>>`. Raises ValueError naming file, line (of
-    Parquet, the row) and field, and if there are too few examples.
+    `questions` is `test.jsonl`, `examples` `train.jsonl`. Rows have `question` and `answer`, a solution with the number
+    after `####`. Examples end with "The answer is 18." (Wei et al., arXiv 2201.11903) and lose the calculator notes
+    `<<9*2=18>>`. Raises ValueError naming file, line (in Parquet, row) and field, or if there are too few examples.
     """
     worked = "".join(f"{_asked(row)} {_solved(row)}\n\n" for row in _first(examples, shots, GSM8K))
     return [Question(f"{worked}{_asked(row)}", expected(row, number, "answer")) for row in rows(questions, GSM8K)]
@@ -46,11 +46,11 @@ def _solved(row: DataRow) -> str:
 def from_mmlu_pro(
     questions: str | os.PathLike[str], examples: str | os.PathLike[str] | None, shots: int = SHOTS
 ) -> list[Question]:
-    """Prompts of MMLU-Pro (Wang et al., arXiv 2406.01574): each after the first `shots` examples of its category.
+    """MMLU-Pro prompts (Wang et al., arXiv 2406.01574): each question after the first `shots` of its category.
 
-    The words are those of the authors' own script. Rows have `question`, `options` (up to ten), `answer` (a letter) and
+    The wording is that of the authors' script. Rows have `question`, `options` (up to ten), `answer` (a letter) and
     `category`; examples, the rows of the validation set, have `cot_content` as well. Raises ValueError naming file,
-    line and field, and if a category has too few examples.
+    line and field, or if a category has too few examples.
     """
     by_category: dict[str, list[DataRow]] = {}
     for row in _given(examples, shots, MMLU_PRO):
@@ -116,7 +116,7 @@ def _first(examples: str | os.PathLike[str] | None, shots: int, columns: Sequenc
 
 
 def _given(examples: str | os.PathLike[str] | None, shots: int, columns: Sequence[str]) -> list[DataRow]:
-    """The rows of `examples`, which are not read if there are no shots."""
+    """The rows of `examples`, which is not read if there are no shots."""
     if shots < 0:
         raise ValueError(f"shots is {shots}, expected at least 0")
     if shots and examples is None:

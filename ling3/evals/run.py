@@ -1,4 +1,4 @@
-"""Asks an engine, or a fleet of them, questions and counts the right answers."""
+"""Asks questions to an engine or a fleet of engines, and counts the right answers."""
 
 import contextlib
 import dataclasses
@@ -34,10 +34,9 @@ PROTOCOL = EngineSettings(
     max_running_requests=64,
     overlap=False,
 )
-"""The settings of Ling-3's own evaluation, which is greedy, with up to `MAX_TOKENS` tokens an answer."""
+"""The settings of Ling-3's published evaluation, which is greedy, with up to `MAX_TOKENS` tokens per answer."""
 
-# Settings that decide what runs when, and what is computed once. The bits of an answer do not depend on them; on all
-# others they may.
+# Settings of scheduling, memory and caching. The bits of an answer do not depend on these, but may on all others.
 SCHEDULE = (
     "max_running_requests",
     "mem_fraction",
@@ -49,15 +48,15 @@ SCHEDULE = (
 )
 
 ChatMode = Literal["auto", "on", "off"]
-"""Prompts as a user's turn of the chat template, with this thinking mode; `auto` is the template's own choice."""
+"""The thinking mode of prompts sent as a user's turn of the chat template; `auto` is the template's default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
     """How many of `total` answers are `right`.
 
-    As a text it is the last line of a run, by which scripts around Ling's evaluations know that it is complete: they
-    look for the Chinese for accuracy.
+    As a text it is the last line of a run. Scripts around Ling's evaluations look for its Chinese word for accuracy to
+    see that a run is complete.
     """
 
     right: int
@@ -74,7 +73,7 @@ class Score:
         p, n, z = self.accuracy, self.total, CONFIDENCE
         middle, reach = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         low, high = (middle - reach) / (1 + z * z / n), (middle + reach) / (1 + z * z / n)
-        return max(0.0, min(p, low)), min(1.0, max(p, high))  # at 0 and 1 but for rounding
+        return max(0.0, min(p, low)), min(1.0, max(p, high))  # exact at 0 and 1, despite rounding
 
     def to_dict(self) -> dict[str, Any]:
         """The score in plain values, for JSON."""
@@ -86,17 +85,17 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedQuestion:
-    """A question as the model reads it."""
+    """A question's token ids, as the model reads them."""
 
     ids: list[int]
     record: Mapping[str, Any]
-    """The beginning of its line of predictions."""
+    """The first fields of its line in the predictions file."""
 
 
 def prepare(
     tokenizer: Tokenizer, questions: Sequence[Question], chat: ChatMode | None = None
 ) -> list[TokenizedQuestion]:
-    """The questions as token ids: their prompts as they stand, or with `chat` as a user's turn."""
+    """Tokenizes the questions: their prompts unchanged, or with `chat` as a user's turn of the chat template."""
     asked = []
     for index, question in enumerate(questions):
         text = question.prompt
@@ -122,15 +121,16 @@ def evaluate(
     on_start: Callable[[Score, int], None] | None = None,
     on_answer: Callable[[Score, int], None] | None = None,
 ) -> Score:
-    """Asks the questions that the file `out` has no line for yet, and scores all.
+    """Asks the questions for which the file `out` has no line yet, and scores all.
 
-    An answer is right if `parse` finds in it what was expected, and wrong if its request ended in `error`. Without
-    `params` sampling is greedy, up to `MAX_TOKENS` tokens; the context may have room for fewer. For a run to be resumed
-    `settings`, such as `fingerprint(model)`, must be the same, besides the sampling's and the engine's own. `limit`
-    asks the first questions alone. `on_start` and `on_answer` get the score so far and the number of questions.
+    An answer is right if `parse` finds the expected one in it, and wrong if its request ended in `error`. By default,
+    sampling is greedy, up to `MAX_TOKENS` tokens or the context's end. Question i has the seed of `params` plus i. To
+    resume a run, `settings`, such as `fingerprint(model)`, must be the same, as must the sampling and the engine's
+    settings outside `SCHEDULE`. `limit` takes only the first questions. `on_start` and `on_answer` are called with the
+    score so far and the number of questions.
 
-    Raises ValueError, before any question is asked, for a prompt without room for an answer and for seeds too large,
-    and what Predictions raises.
+    Raises ValueError, before any question is asked, for a prompt without room for an answer and for seeds that are too
+    large, and the errors of Predictions.
     """
     params = SamplingParams(max_tokens=MAX_TOKENS) if params is None else params
     if limit is not None and limit < 1:
@@ -172,7 +172,7 @@ def evaluate(
 
 
 def check_seeds(seed: int | None, count: int) -> None:
-    """ValueError if seed + i is too large a seed for the last of `count` questions."""
+    """Raises ValueError if seed + i is too large a seed for the last of `count` questions."""
     if (seed or 0) + count - 1 > MAX_SEED:
         raise ValueError(
             f"seed is {seed}, and question i has seed + i: expected at most {MAX_SEED - count + 1} with {count} "
@@ -183,7 +183,7 @@ def check_seeds(seed: int | None, count: int) -> None:
 def _settings(
     engine: Server, params: SamplingParams, parse: Parser, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What has to be the same for a run to be resumed."""
+    """The settings that must be the same for a run to be resumed."""
     return {
         **(others or {}),
         "parser": parse.__name__,
@@ -195,7 +195,7 @@ def _settings(
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from the defaults, of each intervention what it does and a hash of its numbers."""
+    """The fields that differ from their defaults; for an intervention, its kind and a hash of its numbers."""
     default = dataclasses.asdict(SamplingParams())
     fields = dataclasses.asdict(dataclasses.replace(params, interventions=()))
     changed = {name: value for name, value in fields.items() if value != default[name]}
@@ -216,7 +216,7 @@ def _intervention(each: Intervention) -> dict[str, Any]:
 
 
 def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, Any]:
-    """The rest of a question's line."""
+    """The fields of a question's line that its answer gives."""
     completion = output.outputs[0]
     parsed = parse(completion.text) if completion.finish_reason != "error" else None
     return {
@@ -227,7 +227,7 @@ def _answer(output: RequestOutput, parse: Parser, expected: str) -> dict[str, An
         "error": completion.error,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(completion.token_ids),
-        # What the prefix cache knew of the prompt is the schedule's too, and explains the time to the first token.
+        # How many prompt tokens were cached depends on the schedule too, and explains the time to the first token.
         "timings": {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in dataclasses.asdict(completion.timings).items()

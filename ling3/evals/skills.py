@@ -10,7 +10,7 @@ from ling3.train.nano.skills.exam import right_answers
 
 
 def check_skills(names: Sequence[str]) -> None:
-    """ValueError, with a list of the skills, for a name that is none of theirs."""
+    """Raises ValueError, listing the skills, for a name that is not one of them."""
     if wrong := [name for name in names if name not in SKILLS]:
         raise ValueError(f"found no skill {', '.join(map(repr, wrong))}; the skills are {', '.join(SKILLS)}")
 

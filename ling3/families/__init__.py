@@ -1,4 +1,4 @@
-"""The registry of architectures: it finds the one of a checkpoint, and `register_family` adds one from outside."""
+"""The registry of architectures: finds the family of a checkpoint; `register_family` adds one from outside."""
 
 import os
 from typing import Any
@@ -27,10 +27,10 @@ _FAMILIES: list[Family] = []
 
 
 def register_family(family: Family) -> None:
-    """From now on checkpoints of this family load, and its configs `init`.
+    """Registers a family, so that `load` reads its checkpoints and `init` takes its configs.
 
-    A family whose config class has the same module and name is replaced, so a notebook's cell may run again. ValueError
-    where another family answers to one of its architectures or model types already.
+    A family whose config class has the same module and name is replaced, so a notebook's cell may run again. Raises
+    ValueError if another family already has one of its architectures or model types.
     """
     others = [known for known in _FAMILIES if _class_name(known) != _class_name(family)]
     for known in others:
@@ -46,7 +46,7 @@ def _class_name(family: Family) -> tuple[str, str]:
 
 
 def family_of(config: Any) -> Family:
-    """The family that a config is of. TypeError for one of none."""
+    """The family that a config belongs to. Raises TypeError if that is not registered."""
     for family in _FAMILIES:
         if isinstance(config, family.config):
             return family
@@ -61,17 +61,17 @@ def init(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> CausalLM:
-    """A model of random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
+    """A model with random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
 
-    Matrices that the config's `quantization_config` names have random bits in their format.
+    Matrices that the config's `quantization_config` selects get random bits in their format.
 
-    With a `mesh` it lies on it, cut by the `rules` as in `ling3.mesh.place`: the same numbers, made one array after the
-    other on one device, of which each process then keeps its own parts.
+    With a `mesh`, the model is sharded over it by `rules`, as in `ling3.mesh.place`. The weights are those of the
+    unsharded model: each array in turn is made on one device, and each process keeps its shards of it.
 
-    Under `eqx.filter_eval_shape` this is the model's structure, and nothing is allocated.
+    Under `eqx.filter_eval_shape`, the result is the model's structure, and nothing is allocated.
 
-    Raises MeshError if the model cannot be cut so, and ValueError for rules without a mesh, or a mesh without a device
-    of this process.
+    Raises MeshError if the rules cannot shard the model, and ValueError for rules without a mesh, or for a mesh without
+    a device of this process.
     """
     check(mesh, rules)
 
@@ -103,9 +103,9 @@ def init(
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:
-    """The config in `path`, a `config.json` or a directory that holds one, of the family that its file names.
+    """Reads the config in `path`, a `config.json` or a directory that holds one, as its family does.
 
-    `architectures` decides, and `model_type` where there are none. Raises ConfigError.
+    The family is found by `architectures`, or by `model_type` if there are none. Raises ConfigError.
     """
     raw, source = read_json(path)
     return _named(as_object(raw, source), source).read(raw, source)
@@ -120,7 +120,7 @@ def _named(raw: dict[str, Any], source: str) -> Family:
         if isinstance(names, list) and all(name in answers_to for name in names):
             return family
     if model_type in ling3.FAMILY.model_types or any(name.startswith("kda_") for name in raw):
-        return ling3.FAMILY  # whose reader tells Ling-3 from Ling 2.6, of the same model_type, and knows unnamed files
+        return ling3.FAMILY  # its reader takes files without architectures, and refuses Ling 2.6 (same model_type)
     name = "model_type" if model_type and not architectures else "architectures"
     known = ", ".join(f"{family.name} ({', '.join(family.architectures)})" for family in _FAMILIES)
     problem = f"{name}: {found(raw.get(name))}; ling3 reads {known}; register others with ling3.register_family"

@@ -1,6 +1,6 @@
-"""Reading, checking and writing any family's `config.json`, by rules that stand on the lines of its config's fields.
+"""Reads, checks and writes the `config.json` of any family, by rules that the fields of its config class declare.
 
-A config is a frozen dataclass. Annotations give the types of its fields, and `field` the rest of their rules:
+A config is a frozen dataclass. Annotations give the types of its fields, and `field` their other rules:
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -44,7 +44,7 @@ HARMLESS = frozenset(
         *("router_aux_loss_coef", "router_z_loss_coef"),
     )
 )
-"""Fields that change no logit in any family, though their names may sound so."""
+"""Fields that change no logit in any family, though their names have `TELLING` words."""
 
 TELLING = re.compile(
     r"(?:^|_)(?:attn|attention|rope|rotary|mrope|yarn|kda|gdn|mla|moe|experts?|router|routed|routing|gate|gated|gating|"
@@ -53,10 +53,10 @@ TELLING = re.compile(
     r"embeddings?|latent|index|indexer)(?:_|$)",
     re.IGNORECASE,
 )
-"""Words that suggest that an unknown field changes the computation: it is refused unless its value turns it off."""
+"""Words suggesting that an unknown field changes the results: it is refused unless it is null, false, 0 or empty."""
 
 MAX_PARAMETERS = 2**42
-"""The most parameters of a config, so that a damaged file allocates nothing absurd."""
+"""The most parameters that a config may describe, so that a damaged file causes no absurd allocation."""
 
 _BOUNDS = {
     "ge": ("from", operator.ge),
@@ -68,7 +68,7 @@ _NOUNS = {int: ("an integer", "integers"), float: ("a finite number", "finite nu
 
 
 class ConfigError(QuotingError):
-    """A config that cannot be used: every field at fault, what it held, what was expected, what to do."""
+    """Raised for an invalid config; lists every wrong field, what it held, what was expected and what to do."""
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.problems = list(problems)
@@ -78,32 +78,32 @@ class ConfigError(QuotingError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The values that one field may have, and how it is written in a file."""
+    """The rules of one field: which values it may have, and how files write it."""
 
     item: Any
     """The type of the value, or of each entry of a list."""
     many: bool
-    """True for a list, a tuple in the config."""
+    """True for a list in the file, which is a tuple in the config."""
     optional: bool
     """True if the value may be None."""
     bounds: Mapping[str, float]
-    """Of a number, or of each, by `ge`, `gt`, `le` and `lt`."""
+    """The bounds of the number, or of each number of a list: `ge`, `gt`, `le` and `lt`."""
     aliases: tuple[str, ...] = ()
     """Other names of the field in a file; `a.b` is the field `b` of the object `a`."""
     absent: Any = None
     """The value if a file lacks the field, or a function of the other values; if None, the field is required."""
     per_layer: bool = False
-    """True for a list with one entry per layer; entries of multi-token-prediction layers after these are cut off."""
+    """True for a list with one entry per layer; further entries for multi-token-prediction layers are dropped."""
     single: bool = False
     """True if a file may have a single entry instead of a list of one, and null instead of an empty list."""
     read: Callable[[Mapping[str, Any], list[str]], Any] | None = None
-    """`read(raw, problems)`: the value, if it depends on several fields of a file, the `aliases`."""
+    """`read(raw, problems)` returns a value that depends on several fields of a file, which `aliases` names."""
     convert: Callable[[Any], Any] | None = None
-    """For other types than those above: the value as the config keeps it. Raises TypeError or ValueError."""
+    """Converts a value of any other type to what the config keeps. Raises TypeError or ValueError."""
     expected: str = ""
-    """What messages give as expected, instead of the type and the bounds."""
+    """The expected values in words, for messages, instead of the type and the bounds."""
     tags: tuple[str, ...] = ()
-    """For the family's own use."""
+    """Labels that a family gives to its fields and reads itself."""
 
     def describe(self) -> str:
         """The expected values in words, for an error message."""
@@ -119,9 +119,9 @@ class Rule:
         return f"{'a list of ' * self.many}{text}{bounds}{' or null' * self.optional}"
 
     def own(self, value: Any) -> Any:
-        """`value` in the field's type: lists become tuples, whole numbers floats, and objects dataclasses.
+        """Converts `value` to the field's type: lists to tuples, integers to floats if need be, objects to dataclasses.
 
-        TypeError or ValueError if it is not of the type or not within the bounds.
+        Raises TypeError or ValueError if it has another type or is out of bounds.
         """
         if self.convert is not None:
             value = self.convert(value)
@@ -151,13 +151,13 @@ class Rule:
 
 
 def field(default: Any = dataclasses.MISSING, *, kw_only: bool = False, **rule: Any) -> Any:
-    """A dataclass field; `rule` has the attributes of its `Rule` beside the type."""
+    """A dataclass field with a `Rule`: `rule` gives its bounds and what does not follow from the annotation."""
     return dataclasses.field(default=default, kw_only=kw_only, metadata=rule)
 
 
 @functools.cache
 def rules(config: type) -> dict[str, Rule]:
-    """The rule of each field of a config's class."""
+    """The rule of each field of a config class, by name."""
     hints = {name: hint for base in config.__mro__[::-1] for name, hint in inspect.get_annotations(base).items()}
     return {f.name: _rule(hints[f.name], f.metadata) for f in dataclasses.fields(config)}
 
@@ -175,8 +175,8 @@ def _rule(hint: Any, options: Mapping[str, Any]) -> Rule:
 def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
     """Checks a new config and converts its values to the types of its fields; to be called from `__post_init__`.
 
-    `misfits()` gives the problems of values that do not fit together, and is called only if each field by itself is
-    valid. Raises ConfigError with all problems.
+    `misfits()` returns the problems between fields, and is called only if each field by itself is valid. Raises
+    ConfigError with all problems.
     """
     problems = []
     for name, rule in rules(type(config)).items():
@@ -200,15 +200,15 @@ def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A published field that is no field of the config: only `values` are accepted, as the code computes only those."""
+    """A published field that the config does not have, because ling3 computes only what some `values` of it mean."""
 
     values: tuple[Any, ...]
     law: str
-    """What the code computes, for messages."""
+    """In words, for messages: what ling3 computes."""
     written: bool = False
     """True if `published` writes the field, with the first of `values`."""
     accepts: Callable[[Any], bool] = lambda value: False
-    """True for other accepted values."""
+    """A function that returns True for further values to accept."""
 
     def admits(self, value: Any) -> bool:
         """True if `value` is accepted; 1, 1.0 and true are different values."""
@@ -225,11 +225,11 @@ def read(
     harmless: Iterable[str] = (),
     telling: re.Pattern[str] = TELLING,
 ) -> _Config:
-    """A `config` from `raw`, the JSON object in the file `source`, every field of which is accounted for.
+    """Makes a `config` from `raw`, the JSON object in the file `source`, and accounts for each of its fields.
 
-    Fields in `only` must have an accepted value. Fields in `derived` repeat what the config says, and must agree with
-    this function of it. Fields in `harmless` and `HARMLESS` change nothing. Any other field is accepted unless its name
-    has a `telling` word and its value is anything but null, false, 0 or empty.
+    Fields in `only` must have an accepted value. Fields in `derived` repeat others, and must equal this function of the
+    config. Fields in `harmless` and `HARMLESS` are ignored. Any other field is ignored too, unless its name has a
+    `telling` word and its value is not null, false, 0 or empty.
 
     Raises ConfigError with all problems.
     """
@@ -240,7 +240,7 @@ def read(
     }
     for name, rule in fields.items():
         if values[name] is None:
-            with contextlib.suppress(TypeError, ZeroDivisionError):  # of values that are wrong themselves
+            with contextlib.suppress(TypeError, ZeroDivisionError):  # if the other values are wrong themselves
                 values[name] = rule.absent(values) if callable(rule.absent) else rule.absent
         if rule.per_layer:
             values[name] = _without_mtp(values, values[name])
@@ -258,14 +258,14 @@ def read(
 
 
 def as_object(raw: object, source: str) -> dict[str, Any]:
-    """A copy of `raw`, which is a JSON object. Raises ConfigError if it is not."""
+    """A copy of the JSON object `raw`. Raises ConfigError if it is not an object."""
     if not isinstance(raw, Mapping):
         raise ConfigError(source, [f"found {shown(raw)}; expected a JSON object; is this a config.json?"])
     return dict(raw)
 
 
 def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> Any:
-    """The value under whichever of `names` are present, which must agree; null counts as absent."""
+    """The value of those fields of `names` that are present and not null; if they disagree, adds to `problems`."""
     said = {}
     for name in names:
         value: Any = raw
@@ -281,7 +281,7 @@ def pick(raw: Mapping[str, Any], names: Sequence[str], problems: list[str]) -> A
 
 
 def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
-    """A config's fields, and the written ones of `only`, as in a `config.json`."""
+    """The fields of a config as in a `config.json`, and those of `only` that are `written`."""
     raw = dataclasses.asdict(config)
     for name, rule in rules(type(config)).items():
         if rule.many and raw[name] is not None:
@@ -293,7 +293,7 @@ def published(config: Any, only: Mapping[str, Only]) -> dict[str, Any]:
 
 
 def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The content of a `config.json`, or of that in a directory, and the file's name. Raises ConfigError."""
+    """The content and the name of a `config.json`, given by itself or by its directory. Raises ConfigError."""
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -305,20 +305,20 @@ def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
 
 
 def too_large(parameters: int) -> Iterable[str]:
-    """The problem of sizes that are plausible one by one, and that together no model has."""
+    """The problem of sizes that are plausible one by one, but together exceed `MAX_PARAMETERS`."""
     if parameters > MAX_PARAMETERS:
         yield f"the sizes together: found about {parameters:,} parameters; expected at most {MAX_PARAMETERS:,}"
 
 
 def found(value: object) -> str:
-    """A field's value, for a message."""
+    """The value found in a field, in words for a message."""
     return (
         "not in this config" if value is None else f"found {shown(list(value) if isinstance(value, tuple) else value)}"
     )
 
 
 def _without_mtp(values: Mapping[str, Any], entries: Any) -> Any:
-    """A list with one entry per layer, without the entries of multi-token-prediction layers if it has these too."""
+    """A list with one entry per layer, without further entries for multi-token-prediction layers."""
     layers, more = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
     if isinstance(entries, list) and isinstance(layers, int) and isinstance(more, int) and 0 < layers < layers + more:
         return entries[:layers] if len(entries) == layers + more else entries
@@ -337,7 +337,7 @@ def _refused(
 
 
 def _disagreements(raw: Mapping[str, Any], expected: Mapping[str, Any], at: str = "") -> Iterable[str]:
-    """Problems of fields that repeat other fields and do not agree with them."""
+    """Problems of fields that should repeat other fields and differ from them."""
     for name, value in raw.items():
         if value is None or (name not in expected and not at):
             continue

@@ -50,7 +50,7 @@ def _layer(config: DeepseekV4Config, layer: int, *, key: PRNGKeyArray, dtype: DT
 
 
 def _hyper(config: DeepseekV4Config) -> HyperConfig | None:
-    """None for a single stream: a plain residual."""
+    """The settings of the hyper-connections; None for a single stream, which is a plain residual."""
     if config.hc_mult == 1:
         return None
     return HyperConfig(
@@ -119,7 +119,7 @@ _NAMES = (
     (r"experts(\.\d+)?\.down_proj\.", r"experts\1.w2."),
     (r"\.weight_scale_inv$", ".scale"),
 )
-"""From the tree's names to the release's."""
+"""Regexes and replacements that turn the tree's names into the release's."""
 
 
 def _renamed(rules: Iterable[tuple[str, str]], name: str) -> str:
@@ -129,12 +129,12 @@ def _renamed(rules: Iterable[tuple[str, str]], name: str) -> str:
 
 
 def _saved_by_transformers(name: str, shape: tuple[int, ...], config: DeepseekV4Config) -> Place:
-    """The layout that transformers writes by default: the release's, but for the top and one norm."""
+    """The layout that transformers writes by default: the release's, except for top-level names and one norm."""
     return Place(_renamed(_SAVED_NAMES, name))
 
 
 def _in_transformers(name: str, shape: tuple[int, ...], config: DeepseekV4Config) -> Place:
-    """The names of transformers' modules, whose experts are stacked, each one's gate above its up."""
+    """The layout of transformers' modules: experts are stacked, each with gate and up matrices in one, gate first."""
     name = _renamed(_MODULE_NAMES, _renamed(_SAVED_NAMES, name))
     if not (routed := re.fullmatch(r"(.*\.experts)\.(\d+)\.w([123])\.weight", name)):
         return Place(name)
@@ -152,7 +152,7 @@ _SAVED_NAMES = (
     (r"^(norm|layers)\.", r"model.\1."),
     (r"\.attn\.kv_norm\.", ".attn.norm."),
 )
-"""From the release's names to those that transformers writes by default."""
+"""Regexes and replacements that turn the release's names into those that transformers writes by default."""
 
 _MODULE_NAMES = (
     (r"^head\.", "lm_head."),
@@ -177,7 +177,7 @@ _MODULE_NAMES = (
     (r"shared_experts\.w3\.", "shared_experts.up_proj."),
     (r"shared_experts\.w2\.", "shared_experts.down_proj."),
 )
-"""From those to the names of transformers' modules."""
+"""The same from the names that `_SAVED_NAMES` gives to those of transformers' modules."""
 
 
 _LAYOUTS = (_saved_by_transformers, _in_transformers)
@@ -186,7 +186,7 @@ _LAYOUTS = (_saved_by_transformers, _in_transformers)
 def _with_scale_inv(
     layout: Callable[[str, tuple[int, ...], DeepseekV4Config], Place],
 ) -> Callable[[str, tuple[int, ...], DeepseekV4Config], Place]:
-    """A layout with scales under the name that other FP8 checkpoints have for them."""
+    """A layout with scales named `weight_scale_inv`, as in other FP8 checkpoints."""
 
     def place(name: str, shape: tuple[int, ...], config: DeepseekV4Config) -> Place:
         own = layout(name, shape, config)
@@ -196,12 +196,12 @@ def _with_scale_inv(
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`wo_a` is one matrix in the checkpoint, its groups below each other, and so are its scales."""
+    """The checkpoint's shape: the groups of `wo_a` are concatenated by rows to one matrix, and so are its scales."""
     return (shape[0] * shape[1], *shape[2:]) if name.endswith((".wo_a.weight", ".wo_a.scale")) else shape
 
 
 def _strange_tables(model: CausalLM) -> Iterable[str]:
-    """Tables of experts by token id that name experts which are not there."""
+    """The problems of tables of experts by token id: expert ids that are out of range."""
     for i, layer in enumerate(model.model.layers):
         assert isinstance(layer.mlp, MoE)
         table, last = layer.mlp.gate.tid2eid, layer.mlp.experts.count - 1

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's config, in the release's spelling and in transformers'."""
+"""DeepSeek-V4's config, read in the field names of the release and of transformers."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,15 @@ from ling3.layers.rope import Rope
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 LayerType = Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-"""Attention to the window alone, also to entries that an indexer chooses, or to the window and all entries."""
+"""Attention to the sliding window alone, also to compressed entries that an indexer selects, or also to all of them."""
 RATIOS = {SPARSE: 4, HEAVY: 128}
-"""Tokens of an entry, where a file says no more."""
+"""The default numbers of tokens per compressed entry."""
 HASH_LAYERS = 3
-"""Layers that look their experts up by token id, where a file says no more."""
+"""The default number of layers that look up their experts by token id."""
 
 
 def _layer_types(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`layer_types`, or the kinds of the published `compress_ratios`; entries of layers after the last are cut off."""
+    """`layer_types`, or the types that the published `compress_ratios` imply, without entries after the last layer."""
     layers = pick(raw, ("num_hidden_layers", "n_layers"), problems)
     given, ratios = raw.get("layer_types"), raw.get("compress_ratios")
     if given is None and isinstance(ratios, list):
@@ -42,7 +42,7 @@ def _ratio(kind: str, alias: str) -> Any:
 
 
 def _hash_layers(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`num_hash_layers`, or how many of `mlp_layer_types` are hashed; these come first."""
+    """`num_hash_layers`, or the number of `hash_moe` in `mlp_layer_types`, where these must come first."""
     given, listed = pick(raw, ("num_hash_layers", "n_hash_layers"), problems), raw.get("mlp_layer_types")
     if isinstance(listed, list):
         hashed = sum(kind == "hash_moe" for kind in listed)
@@ -56,7 +56,7 @@ def _hash_layers(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _rope_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`qk_rope_head_dim`, or transformers' share of the head."""
+    """`qk_rope_head_dim`, or `head_dim` times transformers' `partial_rotary_factor`."""
     given, share = pick(raw, ("qk_rope_head_dim", "rope_head_dim"), problems), raw.get("partial_rotary_factor")
     if given is None and isinstance(share, float | int) and isinstance(raw.get("head_dim"), int):
         return int(raw["head_dim"] * share)
@@ -68,7 +68,7 @@ def _theta(own: str, kind: str) -> Any:
 
 
 def _scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """Of the layers with compressed entries: `rope_scaling`, or what transformers calls it."""
+    """The RoPE scaling of layers with compressed entries, from `rope_scaling` or the fields of transformers."""
     parts = raw.get("rope_parameters")
     nested = parts.get("compress") if isinstance(parts, Mapping) else None
     flat = parts if isinstance(parts, Mapping) and not {"main", "compress"} & {*parts} else None
@@ -84,11 +84,11 @@ def _scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 IN_FLOATS = ("embed", "head", ".*compressor", "weights_proj")
-"""Matrices that are in no few bits, where a config names none."""
+"""Modules that are not quantized, if a config does not list them."""
 
 
 def _quantization(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`quantization_config`, with the release's `expert_dtype` in it."""
+    """`quantization_config`, with the release's top-level `expert_dtype` moved into it."""
     del problems
     given = raw.get("quantization_config")
     if not given or not isinstance(given, Mapping):
@@ -110,9 +110,9 @@ def _stored(raw: Any) -> Quantization | None:
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekV4Config:
-    """DeepSeek-V4's fields, in the published names where there is one. Sizes are in channels. Raises ConfigError."""
+    """DeepSeek-V4's fields, under the published names if they have one. Sizes are in channels. Raises ConfigError."""
 
-    # `check` names what is wrong; the import hook's type check would come before it.
+    # The import hook's type check would come before `check`, whose errors name the field to correct.
     __no_type_check__ = True
 
     vocab_size: int = field(ge=1, le=2**24)
@@ -121,35 +121,35 @@ class DeepseekV4Config:
     num_attention_heads: int = count(aliases=("n_heads",))
     head_dim: int = size()
     qk_rope_head_dim: int = field(ge=2, le=2**20, read=_rope_dim, aliases=("partial_rotary_factor", "rope_head_dim"))
-    """The last channels of a head, which are rotated."""
+    """The number of channels of a head that are rotated, which are the last ones."""
     q_lora_rank: int = size()
     o_groups: int = count()
     o_lora_rank: int = size()
     sliding_window: int = field(ge=1, aliases=("window_size",))
-    """Tokens that a query attends to one by one, its own among them."""
+    """The number of uncompressed tokens that a query attends to, its own included."""
     layer_types: tuple[LayerType, ...] = field(
         per_layer=True, read=_layer_types, aliases=("compress_ratios",), expected="a list of layer types, one per layer"
     )
     compress_rate_csa: int = field(ge=1, read=_ratio(SPARSE, "compress_rate_csa"), aliases=("compress_rates",))
-    """Tokens of an entry in layers that choose them; these entries overlap."""
+    """Tokens per entry in layers with an indexer; neighbouring entries overlap."""
     compress_rate_hca: int = field(ge=1, read=_ratio(HEAVY, "compress_rate_hca"))
-    """Tokens of an entry in the heavily compressed layers."""
+    """Tokens per entry in the heavily compressed layers."""
     index_n_heads: int = count()
     index_head_dim: int = size()
     index_topk: int = field(ge=1, le=2**20)
-    """Entries that the indexer chooses for a query."""
+    """The number of entries that the indexer selects for a query."""
     n_routed_experts: int = count(aliases=("num_local_experts",))
     num_experts_per_tok: int = count(aliases=("n_activated_experts",))
     moe_intermediate_size: int = size(aliases=("moe_inter_dim", "intermediate_size"))
     num_hash_layers: int = field(ge=0, le=1000, read=_hash_layers, aliases=("mlp_layer_types", "n_hash_layers"))
-    """The first layers, which look their experts up by token id."""
+    """The number of layers, from the first on, that look up their experts by token id."""
     routed_scaling_factor: float = field(gt=0, absent=1.5, aliases=("route_scale",))
     scoring_func: RouterScores = field(absent="sqrtsoftplus", aliases=("score_func",))
     swiglu_limit: float = field(ge=0, absent=10.0)
-    """Cap of the gate before silu, and of ±up, in the routed experts; 0 for none."""
+    """In the routed experts, the upper limit of the gate before silu, and the limit of |up|; 0 for none."""
     shared_swiglu_limit: float = field(ge=0, absent=lambda values: values["swiglu_limit"])
     hc_mult: int = field(ge=1, le=64, absent=4)
-    """Residual streams."""
+    """The number of residual streams."""
     hc_sinkhorn_iters: int = field(ge=1, le=1000, absent=20)
     hc_eps: float = field(gt=0, lt=1, absent=1e-6)
     rms_norm_eps: float = field(gt=0, lt=1, absent=1e-6, aliases=("norm_eps",))
@@ -157,7 +157,7 @@ class DeepseekV4Config:
     rope_theta: float = field(gt=1, absent=10000.0, read=_theta("rope_theta", "main"))
     compress_rope_theta: float = field(gt=1, absent=160000.0, read=_theta("compress_rope_theta", "compress"))
     rope_scaling: RopeScaling | None = field(read=_scaling, aliases=("rope_parameters", "compress_rope_parameters"))
-    """Of the layers with compressed entries."""
+    """The RoPE scaling of layers with compressed entries; in others RoPE is unscaled."""
     initializer_range: float = field(gt=0, absent=0.02)
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
@@ -168,13 +168,13 @@ class DeepseekV4Config:
         aliases=("expert_dtype",),
         expected="null, or an object with the quant_method fp8",
     )
-    """The matrices that are stored in 8 or 4 bits; a checkpoint's files may have it otherwise, and then decide."""
+    """Which matrices are stored in 8 or 4 bits; if the headers of a checkpoint's files differ, they decide."""
 
     def __post_init__(self) -> None:
         check(self, self._misfits)
 
     def _misfits(self) -> Iterable[str]:
-        """Problems of fields that are valid by themselves and do not fit together."""
+        """Problems between fields that are valid by themselves."""
         heads, rope, experts = self.num_attention_heads, self.qk_rope_head_dim, self.n_routed_experts
         if rope % 2 or rope > min(self.head_dim, self.index_head_dim):
             most = min(self.head_dim, self.index_head_dim)
@@ -192,11 +192,11 @@ class DeepseekV4Config:
         yield from too_large(2 * self.vocab_size * self.hidden_size + self.num_hidden_layers * (attention + ffn))
 
     def ratio(self, layer: int) -> int | None:
-        """Tokens of a compressed entry in 0-based `layer`; None where there is none."""
+        """Tokens per compressed entry in 0-based `layer`; None in a layer without compressed entries."""
         return {SPARSE: self.compress_rate_csa, HEAVY: self.compress_rate_hca}.get(self.layer_types[layer])
 
     def rope(self, layer: int) -> Rope:
-        """The rotation in 0-based `layer`: with another base, and scaled, where there are compressed entries."""
+        """The RoPE of 0-based `layer`: a layer with compressed entries has another base, and scaling."""
         if self.ratio(layer) is None:
             return Rope.plain(self.rope_theta, self.qk_rope_head_dim, interleaved=True)
         plain = Rope.plain(self.compress_rope_theta, self.qk_rope_head_dim, interleaved=True)
@@ -207,7 +207,7 @@ class DeepseekV4Config:
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "DeepseekV4Config":
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
+        """Reads the config from the JSON object `raw`, accounting for every field; errors name `source`."""
         return read(DeepseekV4Config, as_object(raw, source), source, only=ONLY, derived=DERIVED, harmless=UNUSED)
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,13 +231,13 @@ ONLY = {
     "tie_word_embeddings": Only((False, None), "the head has a matrix of its own", written=True),
     "topk_method": Only(("noaux_tc", None), "a bias chooses experts, and their scores weigh them", written=True),
 }
-"""Published fields of which the code computes one value alone."""
+"""Published fields of which ling3 computes only one value."""
 
 DERIVED = {
     "compress_rates": lambda c: {SPARSE: c.compress_rate_csa, HEAVY: c.compress_rate_hca},
     "mlp_layer_types": lambda c: ["hash_moe" if i < c.num_hash_layers else "moe" for i in range(c.num_hidden_layers)],
 }
-"""What repeats other fields."""
+"""Published fields that repeat others, as functions of the config."""
 
 UNUSED = (
     "dspark_config",
@@ -245,4 +245,4 @@ UNUSED = (
     "num_nextn_predict_layers",
     "router_jitter_noise",
 )
-"""Training's, or of multi-token prediction."""
+"""Fields that are ignored, as they concern only training or multi-token prediction."""

@@ -6,28 +6,28 @@ from typing import Any, NamedTuple
 
 
 def _vary(config: Any, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Any:
-    """Only for all layers at once: a config says nothing of single ones unless its family knows how."""
+    """The default `Family.vary`, for configs that only describe all layers. Raises ValueError if `layers` is given."""
     if layers is not None:
         raise ValueError(f"layers: a {type(config).__name__} says nothing of single layers; leave `layers` out")
     return dataclasses.replace(config, **fields)
 
 
 class Place(NamedTuple):
-    """Where a checkpoint has a tensor: as the tensor `name`, or as a part of that one, which is contiguous in it."""
+    """Where a checkpoint stores a tensor: as the tensor `name`, or as a contiguous part of that one."""
 
     name: str
     whole: tuple[int, ...] | None = None
-    """The shape of the tensor that it is a part of; None if it is all of it."""
+    """The shape of the tensor `name` if this is a part of it; None if it is all of it."""
     start: int = 0
-    """Numbers of that tensor before the part."""
+    """The element of the flattened tensor `name` at which the part begins."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """An architecture: which checkpoints it answers to, how their config is read, and how its tree of modules is built.
+    """An architecture: which checkpoints belong to it, how their config is read, and how its module tree is built.
 
-    Configs are frozen, hashable and of a class of the family's own, with at least `vocab_size`,
-    `max_position_embeddings`, `eos_token_id` (a tuple) and `to_dict()`, which gives the published `config.json`.
+    Configs are frozen, hashable and of a class that no other family uses, with at least `vocab_size`,
+    `max_position_embeddings`, `eos_token_id` (a tuple) and `to_dict()`, which returns the published `config.json`.
     """
 
     name: str
@@ -35,28 +35,28 @@ class Family:
     model_types: tuple[str, ...]
     config: type
     read: Callable[[Any, str], Any]
-    """`read(raw, source)`: the config in a JSON object; errors name `source`."""
+    """`read(raw, source)`: the config from a JSON object; errors name `source`."""
     init: Callable[..., Any]
-    """`init(config, *, key, dtype)`: a `CausalLM` of random weights."""
+    """`init(config, *, key, dtype)`: a `CausalLM` with random weights."""
     published: Callable[[str, Any], str] = lambda name, config: name
-    """`published(name, config)`: what the checkpoint calls the tensor that the tree's fields name so."""
+    """`published(name, config)`: the checkpoint's name of the tensor at the path `name` of the module tree."""
     published_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape
-    """`published_shape(name, shape)`: the shape of that tensor in the checkpoint, where it is another one."""
+    """`published_shape(name, shape)`: the checkpoint's shape of the tensor `name`; `shape` is that in the tree."""
     layouts: tuple[Callable[[str, tuple[int, ...], Any], Place], ...] = ()
-    """`layout(name, shape, config)`: where a checkpoint of another layout has the tensor of this published name and
-    shape. `load` takes the layout whose names a checkpoint has; `save` writes the published one."""
+    """Each `layout(name, shape, config)`: where a checkpoint in another layout stores the tensor of this published name
+    and shape. `load` takes the layout with the most names present; `save` writes the published one."""
     misfits: Callable[[Any], Iterable[str]] = lambda model: ()
-    """`misfits(model)`: what is wrong with the numbers of a loaded model beside NaN and infinity, a line for each."""
+    """`misfits(model)`: a line for each problem in a loaded model's numbers, beside NaN and infinity."""
     formats_in_headers: bool = False
-    """True if the headers of a checkpoint's files, and not its config, decide which matrices are in FP8 and FP4."""
+    """True if the headers of the files, and not the config, decide which matrices are in FP8 and FP4."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
-    """`skips(name, config)`: True for a tensor that checkpoints may have beside the model's, and that `load` leaves."""
+    """`skips(name, config)`: True for a tensor of a checkpoint that the model does not have and `load` ignores."""
     copies: Callable[[str, Any], str | None] = lambda name, config: None
-    """`copies(name, config)`: for a tensor that repeats one of the model's, the name of that one. `load` compares the
-    two, and `save` does not write it."""
+    """`copies(name, config)`: the name of the tensor of which this one is a copy, or None. `load` compares the two;
+    `save` omits the copy."""
     without_skipped: Callable[[Any], Any] = lambda config: config
-    """The config of a checkpoint that has none of the tensors that `load` skips: what `save` writes."""
+    """`without_skipped(config)`: the config that `save` writes, as it leaves out the tensors that `load` skips."""
     vary: Callable[[Any, Sequence[int] | None, Mapping[str, Any]], Any] = _vary
-    """`vary(config, layers, fields)`: the config with other values of these fields in some layers, or (None) in all."""
+    """`vary(config, layers, fields)`: the config with new values of these fields in some layers, or in all for None."""
     ablations: Mapping[type, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    """For a class of modules, the config's field for each mechanism that `ling3.ablate` can cut from them."""
+    """For each module class, the config field that controls each mechanism that `ling3.ablate` can remove."""

@@ -18,14 +18,14 @@ from ling3.layers.moe import MoE, MoEConfig
 from ling3.model import CausalLM, FeedForward, Mixer
 
 LATENT_EPS = 1e-6
-"""Of `kv_a_layernorm` in the authors' code, whatever `rms_norm_eps` says."""
+"""The eps of `kv_a_layernorm` in the authors' code, whatever `rms_norm_eps` is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
-    """`linear_attn_config`: KDA's sizes, and the 1-based layers of either attention."""
+    """`linear_attn_config`: KDA's sizes, and the 1-based layers of each kind of attention."""
 
-    # `check` names what is wrong; the import hook's type check would come before it.
+    # The import hook's type check would come before `check`, whose errors name the field to correct.
     __no_type_check__ = True
 
     kda_layers: tuple[int, ...] = field(ge=1)
@@ -39,7 +39,7 @@ class LinearAttention:
 
 
 def _linear_attention(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """The object, or what transformers 5 writes instead of it."""
+    """`linear_attn_config`, or the same object from the fields that transformers 5 writes instead."""
     if raw.get("linear_attn_config") is not None or not isinstance(raw.get("layer_types"), list):
         return raw.get("linear_attn_config")
     kinds = list(enumerate(raw["layer_types"], 1))
@@ -60,12 +60,12 @@ def _dense_layers(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class KimiLinearConfig:
-    """Kimi-Linear's fields in the published names (Kimi Team, arXiv 2510.26692). Sizes are in channels.
+    """Kimi-Linear's fields under the published names (Kimi Team, arXiv 2510.26692). Sizes are in channels.
 
     Raises ConfigError.
     """
 
-    # `check` names what is wrong; the import hook's type check would come before it.
+    # The import hook's type check would come before `check`, whose errors name the field to correct.
     __no_type_check__ = True
 
     vocab_size: int = field(ge=1, le=2**24)
@@ -76,11 +76,11 @@ class KimiLinearConfig:
         read=_linear_attention, expected="an object with the sizes of KDA and the 1-based layers of either attention"
     )
     num_attention_heads: int = count()
-    """MLA's; KDA's are in `linear_attn_config`."""
+    """The heads of MLA; KDA's are in `linear_attn_config`."""
     kv_lora_rank: int = size()
     qk_nope_head_dim: int = count()
     qk_rope_head_dim: int = count()
-    """Channels of a key that all heads share; they are not rotated."""
+    """Channels of a key that all heads share; despite the name, they are not rotated."""
     v_head_dim: int = count()
     model_max_length: int = field(ge=1, le=2**31 - 1, aliases=("max_position_embeddings",))
     rms_norm_eps: float = field(gt=0, lt=1, absent=1e-6)
@@ -98,7 +98,7 @@ class KimiLinearConfig:
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
     pad_token_id: int | None = field(ge=-1, le=2**31 - 1)
-    """-1, or an id that no row of the embedding has, is as good as none: nothing is padded with it."""
+    """Unused, as nothing is padded with it: it may be -1, or an id without a row in the embedding."""
     quantization_config: Quantization | None = field(
         None,
         kw_only=True,
@@ -110,7 +110,7 @@ class KimiLinearConfig:
         check(self, self._misfits)
 
     def _misfits(self) -> Iterable[str]:
-        """Problems of fields that are valid by themselves and do not fit together."""
+        """Problems between fields that are valid by themselves."""
         kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
         layers, groups = self.num_hidden_layers, self.num_expert_group
         if wrong := sorted({*range(1, layers + 1)} ^ {*kda, *full} | {*kda} & {*full}):
@@ -130,7 +130,7 @@ class KimiLinearConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        """`model_max_length` under the name that every family has."""
+        """`model_max_length`, under the name that all families share."""
         return self.model_max_length
 
     def attention_kind(self, layer: int) -> Literal["kda", "mla"]:
@@ -143,7 +143,7 @@ class KimiLinearConfig:
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "KimiLinearConfig":
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
+        """Reads the config from the JSON object `raw`, accounting for every field; errors name `source`."""
         return read(KimiLinearConfig, as_object(raw, source), source, only=ONLY, derived=DERIVED, harmless=UNUSED)
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,10 +182,10 @@ DERIVED = {
     "num_key_value_heads": lambda c: c.num_attention_heads,
     "qk_head_dim": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim,
 }
-"""What transformers 5 writes beside or instead of the published fields."""
+"""Fields that transformers 5 writes beside or instead of the published ones, as functions of the config."""
 
 UNUSED = ("head_dim", "rope_parameters", "rope_scaling", "rope_theta")
-"""No layer has heads of the former size, and none rotates."""
+"""Ignored fields: no layer has heads of the size `head_dim`, and no layer uses RoPE."""
 
 
 def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -252,11 +252,11 @@ _NAMES = (
     (r"(\.experts\.\d+)\.up_proj\.", r"\1.w3."),
     (r"(\.experts\.\d+)\.down_proj\.", r"\1.w2."),
 )
-"""From the tree's names to the published ones, beside those of every transformer."""
+"""Regexes and replacements that turn the tree's names into the published ones, before those of every transformer."""
 
 
 def published_name(name: str, config: KimiLinearConfig) -> str:
-    """The name of a tensor in the checkpoint."""
+    """The checkpoint's name of the tensor at the path `name` of the module tree."""
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return transformer.published_name(name, config)

@@ -20,7 +20,7 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 
 def kda_config(config: Ling3Config) -> KDAConfig:
-    """Its KDA layers; for those of one layer, of `config.at(layer)`."""
+    """The settings of the config's KDA layers; for a single layer, pass `config.at(layer)`."""
     return KDAConfig(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -37,7 +37,7 @@ def kda_config(config: Ling3Config) -> KDAConfig:
 
 
 def mla_config(config: Ling3Config) -> MLAConfig:
-    """Its MLA layers; for those of one layer, of `config.at(layer)`."""
+    """The settings of the config's MLA layers; for a single layer, pass `config.at(layer)`."""
     return MLAConfig(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -54,7 +54,7 @@ def mla_config(config: Ling3Config) -> MLAConfig:
 
 
 def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
-    """The experts of 0-based `layer`, with that layer's clamps."""
+    """The settings of the experts of 0-based `layer`, with its overrides and clamps."""
     config = config.at(layer)
     limits, shared_limits = config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list
     return MoEConfig(
@@ -124,7 +124,7 @@ _MTP = frozenset(
 
 
 def is_mtp(name: str, config: Ling3Config) -> bool:
-    """True for a multi-token-prediction layer's tensor; there may be one layer where the config does not say."""
+    """True for a tensor of a multi-token-prediction layer; if the config does not give their number, one is allowed."""
     most = 1 if config.num_nextn_predict_layers is None else config.num_nextn_predict_layers
     match name.split("."):
         case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
@@ -133,7 +133,7 @@ def is_mtp(name: str, config: Ling3Config) -> bool:
 
 
 def vary(config: Ling3Config, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Ling3Config:
-    """The config with `fields` in these layers, or in all, where they then replace what single layers had."""
+    """The config with `fields` changed in these layers, or in all, which also replaces overrides of single layers."""
     pairs: Any = config.layer_overrides
     overrides = {layer: dict(own) for layer, own in pairs}
     if layers is None or set(layers) == set(range(config.num_hidden_layers)):

@@ -29,16 +29,16 @@ from ling3.runtime.quoting import shown
 __all__ = ["ConfigError", "Ling3Config"]
 
 ARCHITECTURES = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
-"""Ling-3's own name, and the one transformers 5 writes."""
+"""The published name of Ling-3, and the one that transformers 5 writes."""
 MODEL_TYPE = "bailing_hybrid"
 PUBLISHED = pathlib.Path(__file__).parent.parent / "checkpoints"
-"""The directory with the `config.json` of published models."""
+"""The directory with the `config.json` files of published models."""
 ABLATED, ABLATED_TYPE = "Ling3AblatedForCausalLM", "ling3_ablated"
-"""Architecture and model_type of a model with a variant field, which no other program should take for a Ling-3."""
+"""The architecture and model_type of a model with a variant field, so that no other program takes it for a Ling-3."""
 
 
 def _head_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """KDA's head size. Files of transformers 5 have it in `linear_head_dim`, and the rotary size in `head_dim`."""
+    """KDA's head size. transformers 5 writes it as `linear_head_dim`, and the rotary size as `head_dim`."""
     linear, plain, rotary = raw.get("linear_head_dim"), raw.get("head_dim"), raw.get("qk_rope_head_dim")
     if linear is not None and plain not in (None, linear, rotary):
         problems.append(
@@ -49,7 +49,7 @@ def _head_dim(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _lower_bound(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """The bound of KDA's decay, or None for the softplus law when the safe gate is off."""
+    """The bound of KDA's log decay, or None for the softplus law if `kda_safe_gate` is false."""
     safe, bound = raw.get("kda_safe_gate"), raw.get("kda_lower_bound")
     if not isinstance(safe, bool):
         problems.append(f"kda_safe_gate: {found(safe)}; expected true or false; it says which law KDA's decay follows")
@@ -72,7 +72,7 @@ def _mla_rope(raw: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _as_pairs(overrides: Any) -> Any:
-    """`{1: {"kda_decay": False}}`, or its pairs, as `((1, (("kda_decay", False),)),)`; JSON has layers as strings."""
+    """Turns `{1: {"kda_decay": False}}` into hashable `((1, (("kda_decay", False),)),)`; JSON has layers as strings."""
     layers = {
         int(layer) if isinstance(layer, str) and layer.isdecimal() else layer: tuple(sorted(dict(fields).items()))
         for layer, fields in dict(() if overrides is None else overrides).items()
@@ -80,24 +80,24 @@ def _as_pairs(overrides: Any) -> Any:
     return tuple((layer, layers[layer]) for layer in sorted(layers) if layers[layer])
 
 
-# The bounds are far beyond any real model, and keep a corrupt file from allocating.
+# The bounds are far beyond any real model, and keep a corrupt file from huge allocations.
 size = functools.partial(field, ge=1, le=2**20)
 count = functools.partial(field, ge=1, le=4096)
 token_id = functools.partial(field, ge=0, le=2**31 - 1)
 
 
 def variant_field(default: Any, **rule: Any) -> Any:
-    """A field in which only ablated models, or layers of them, differ from the published ones, which have `default`."""
+    """A field that is `default` in all published models, and differs only in ablated models or some of their layers."""
     return field(default, absent=default, tags=("variant", "layer"), **rule)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ling3Config:
-    """The shape and the laws of a Ling-3 model (`BailingMoeV3ForCausalLM`), in the published field names.
+    """The sizes and equations of a Ling-3 model (`BailingMoeV3ForCausalLM`), under the published field names.
 
     Defaults are those of the published Ling-3.0-tiny. Lengths are in tokens, sizes in channels. `kda_lower_bound` is
-    None for the softplus law (the published `kda_safe_gate: false`); the two limit lists have one number per layer, 0
-    for no clamp. Raises ConfigError, naming every field of the wrong type, out of range or at odds with the rest.
+    None for the softplus decay (`kda_safe_gate: false` in config.json); the two limit lists have one number per layer,
+    0 for no clamp. Raises ConfigError, naming every field of the wrong type, out of range or at odds with the rest.
     """
 
     # The import hook's type check would come before `__post_init__`, with an error that names no field to correct.
@@ -134,17 +134,17 @@ class Ling3Config:
     expert_swiglu_limit_list: tuple[float, ...] | None = field(None, ge=0, per_layer=True)
     share_expert_swiglu_limit_list: tuple[float, ...] | None = field(None, ge=0, per_layer=True)
     num_nextn_predict_layers: int | None = field(0, ge=0, le=64, aliases=("num_mtp_layers",))
-    """Layers of multi-token prediction, whose weights are not loaded; None where config.json does not say."""
+    """The number of multi-token-prediction layers, whose weights are not loaded; None if config.json does not say."""
     initializer_range: float = field(0.02, gt=0, absent=0.02)
     eos_token_id: tuple[int, ...] = token_id((156895,), single=True)
     pad_token_id: int | None = field(156892, ge=-1, le=2**31 - 1)
-    """-1, or an id that no row of the embedding has, is as good as none: nothing is padded with it."""
+    """Unused, as nothing is padded with it: it may be -1, or an id without a row in the embedding."""
     quantization_config: Quantization | None = field(
         None, convert=Quantization.read, expected="null, or an object with the quant_method fp8 or compressed-tensors"
     )
-    """Which matrices are stored in 8 or 4 bits; None if none is."""
+    """Which matrices are stored in 8 or 4 bits; None for no quantization."""
     attention: Literal["scheduled", "kda", "mla", "none"] = variant_field("scheduled")
-    """`scheduled` by `layer_group_size`; or one kind in all layers; `none`: h = x."""
+    """`scheduled`: by `layer_group_size`; `kda` or `mla`: that kind in all layers; `none`: no attention, h = x."""
     kda_output_gate: OutputGate = variant_field("sigmoid")  # noqa: RUF009
     mla_output_gate: OutputGate = variant_field("sigmoid")  # noqa: RUF009
     kda_beta: float | None = variant_field(None, ge=0, le=2)
@@ -152,13 +152,13 @@ class Ling3Config:
     kda_allow_neg_eigval: bool = variant_field(False)
     """b = 2 sigmoid(b_proj(x)): the state's transition may have eigenvalues down to -1 (arXiv 2411.12537)."""
     kda_decay: bool = variant_field(True)
-    """False: g = 0, the plain delta rule."""
+    """False: no decay, g = 0, the plain delta rule."""
     kda_short_conv: bool = variant_field(True)
-    """False: q, k, v = silu(W x)."""
+    """False: no convolution, q, k, v = silu(W x)."""
     mla_rope: bool = field(True, read=_mla_rope, aliases=("use_mla_nope", "mla_use_nope"), tags=("layer",))
     """False, `use_mla_nope: true` in config.json: queries and keys keep their rotary channels, unrotated (NoPE)."""
     moe_router_enable_expert_bias: bool = variant_field(True)
-    """False: c = s, the scores themselves choose."""
+    """False: no bias, c = s, so experts are chosen by their scores alone."""
     layer_overrides: Mapping[int, Mapping[str, Any]] | tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = field(
         (),
         absent=(),
@@ -187,10 +187,10 @@ class Ling3Config:
 
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "Ling3Config":
-        """The configuration in the JSON object `raw`, in Ling's names or transformers 5's; `source` is for errors.
+        """Reads the JSON object `raw`, with the field names of Ling or of transformers 5; errors name `source`.
 
-        What would change the numbers and is not computed here is refused by name, and so is every other model, Ling 2.6
-        included. Fields that cannot change them are accepted; `config_fields.read` has the rule. Raises ConfigError.
+        Raises ConfigError for a field that would change results and that ling3 does not compute, and for another model,
+        Ling 2.6 included. Fields that change no result are accepted (the rule: `config_fields.read`).
         """
         fields = as_object(raw, source)
         if problem := _not_ling3(fields):
@@ -221,7 +221,7 @@ class Ling3Config:
 
     @property
     def latent_entry_dim(self) -> int:
-        """The size of what MLA caches of a token, kv_lora_rank + qk_rope_head_dim: 576 in the published models."""
+        """The size of MLA's cache entry of a token, kv_lora_rank + qk_rope_head_dim: 576 in the published models."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -245,14 +245,14 @@ class Ling3Config:
         return changed
 
     def at(self, layer: int) -> "Ling3Config":
-        """This configuration with what `layer_overrides` says of 0-based `layer`."""
+        """This configuration with the overrides of 0-based `layer` applied, and no `layer_overrides`."""
         fields = dict(dict(self.layer_overrides).get(layer, ()))
         return dataclasses.replace(self, layer_overrides=(), **fields) if fields else self
 
     def attention_kind(self, layer: int) -> Literal["kda", "mla", "none"]:
-        """The attention of 0-based `layer`: MLA closes each group of `layer_group_size`, KDA fills the rest.
+        """The attention of 0-based `layer`: MLA in the last layer of each group of `layer_group_size`, else KDA.
 
-        So layers after the last full group are KDA, as in transformers, unless `attention` or `at` say otherwise.
+        So layers after the last full group are KDA, as in transformers. `attention` and `layer_overrides` override it.
         """
         attention = dict(dict(self.layer_overrides).get(layer, ())).get("attention", self.attention)
         if attention != "scheduled":
@@ -265,7 +265,7 @@ class Ling3Config:
 
 
 VARIANTS = {name: rule.absent for name, rule in rules(Ling3Config).items() if "variant" in rule.tags}
-"""The fields in which an ablated model differs from every published one, with the published models' values."""
+"""The fields in which only ablated models differ from the published ones, with the published models' values."""
 UNVARIED = {
     name: Only((value, None, [], {}), f"a model differs here only in files of the model_type {ABLATED_TYPE}")
     for name, value in VARIANTS.items()
@@ -273,7 +273,7 @@ UNVARIED = {
 
 
 def _unscaled(rope: Any) -> bool:
-    """True for the `rope_parameters` or `rope_scaling` of RoPE's default kind."""
+    """True for `rope_parameters` or `rope_scaling` that mean RoPE's default kind, without scaling."""
     if not isinstance(rope, Mapping) or rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}:
         return False
     return {rope.get("rope_type"), rope.get("type")} <= {None, "default"}
@@ -323,11 +323,11 @@ DERIVED = {
 }
 
 HARMLESS = ("max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "partial_rotary_factor")
-"""`partial_rotary_factor` repeats `qk_rope_head_dim`, and without a window `max_window_layers` says nothing."""
+"""`partial_rotary_factor` repeats `qk_rope_head_dim`, and `max_window_layers` has no effect without a window."""
 
 
 def _not_ling3(raw: Mapping[str, Any]) -> str | None:
-    """Why this file is another model's. Ling 2.6, with Lightning attention, has the same `model_type`."""
+    """Why this file is another model's, or None. Ling 2.6, with Lightning attention, has the same `model_type`."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if _is_ablated(raw):
         return None
@@ -349,7 +349,7 @@ def _is_ablated(raw: Mapping[str, Any]) -> bool:
 
 
 def _misfits(c: Ling3Config) -> Iterable[str]:
-    """Problems of fields that are valid by themselves and do not fit together."""
+    """Problems between fields that are valid by themselves."""
     group = c.num_experts // c.n_group
     choosable = min(c.topk_group, c.n_group) * group
     if c.qk_rope_head_dim % 2:
@@ -389,7 +389,7 @@ def _override_problems(c: Ling3Config) -> Iterable[str]:
 
 
 def _parameters(c: Ling3Config) -> int:
-    """The weights of a model of these sizes, counting KDA and MLA, dense and sparse in every layer: an upper bound."""
+    """An upper bound on the number of parameters: counts KDA and MLA, dense and sparse in every layer."""
     hidden, heads = c.hidden_size, c.num_attention_heads
     kda = 6 * hidden * heads * c.head_dim
     queries = heads * c.qk_head_dim * ((c.q_lora_rank or 0) + hidden)

@@ -12,13 +12,13 @@ from ling3.model import CausalLM
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig(TransformerConfig):
-    """Llama's fields (Grattafiori et al., arXiv 2407.21783, §3.2). Raises ConfigError."""
+    """The fields of a Llama config (Grattafiori et al., arXiv 2407.21783, §3.2). Raises ConfigError."""
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"
 
     attention_bias: bool = field(absent=False)
-    """Biases of all four projections of attention."""
+    """True if all four projections of attention have biases."""
     mlp_bias: bool = field(absent=False)
 
 

@@ -1,4 +1,4 @@
-"""Mistral 7B (`MistralForCausalLM`): Llama's tree, with attention to a sliding window in every layer."""
+"""Mistral 7B (`MistralForCausalLM`): Llama's module tree, with sliding-window attention in every layer."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ from ling3.model import CausalLM
 
 @dataclasses.dataclass(frozen=True)
 class MistralConfig(TransformerConfig):
-    """Mistral's fields (Jiang et al., arXiv 2310.06825, §2). Raises ConfigError."""
+    """The fields of a Mistral config (Jiang et al., arXiv 2310.06825, §2). Raises ConfigError."""
 
     architecture = "MistralForCausalLM"
     model_type = "mistral"
 
     sliding_window: int | None = field(ge=1)
-    """A token attends to itself and the sliding_window - 1 tokens before it; None: to all of them."""
+    """A token attends to itself and the sliding_window - 1 tokens before it; None means all tokens before it."""
 
 
 def init(config: MistralConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:

@@ -1,13 +1,13 @@
-"""`quantization_config`: which of a checkpoint's matrices are stored in fewer bits, and how.
+"""`quantization_config`: which matrices of a checkpoint are quantized, and in which format.
 
-Read are the two sorts that Ling-3 and its kin are published in:
+Reads the two methods in which Ling-3 and related models are published:
 
-    quant_method  fp8                 E4M3 with blocks of 128 × 128, as transformers has it (`FineGrainedFP8Config`)
+    quant_method  fp8                 E4M3 with blocks of 128 × 128, as in transformers (`FineGrainedFP8Config`)
     quant_method  compressed-tensors  format pack-quantized: symmetric integers of 4 or 8 bits in groups of 32 or 128,
                                       or with a scale for each row; and format mxfp4-pack-quantized
 
-Whatever else would change the numbers is refused by name. Which module is stored how follows transformers 5.23
-(`should_convert_module`) and compressed-tensors 0.20 (`match_name`), with the published names of modules.
+Any other setting that would change the results is refused by name. Modules are matched by their published names, as in
+transformers 5.23 (`should_convert_module`) and compressed-tensors 0.20 (`match_name`).
 """
 
 import dataclasses
@@ -26,28 +26,28 @@ from ling3.layers.linear import Linear, Matrix
 from ling3.runtime.quoting import shown
 
 COMPRESSED: Mapping[str, type[CompressedTensors]] = {kind.FORMAT: kind for kind in (PackedIntegers, Mxfp4)}
-"""compressed-tensors' formats, by their names."""
+"""The formats of compressed-tensors that ling3 reads, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A format of one matrix with its options."""
+    """The format of a matrix, with its options."""
 
     kind: type[QuantizedMatrix]
     options: tuple[tuple[str, Any], ...] = ()
-    """The options of the format's `init`: of integers their bits and group, of FP8 the kind of its scales."""
+    """Keyword arguments of the format's `init`: for integers their bits and group, for FP8 the kind of scales."""
 
     def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
-        """A matrix of random numbers of about this standard deviation, in the shape of `like` and with its bias.
+        """A random matrix in this format of about the standard deviation `std`, with the shape and bias of `like`.
 
-        ValueError if its columns do not divide into groups.
+        Raises ValueError if its columns do not divide into groups.
         """
         return self.kind.init(like, key=key, std=std, **dict(self.options))
 
 
 @dataclasses.dataclass(frozen=True)
 class SchemeGroup:
-    """Modules of one scheme: those that a target names, by class (`Linear`), exactly, or by a pattern (`re:…`)."""
+    """Modules with one scheme. A target is a class (`Linear`), the exact name of a module, or a regex (`re:…`)."""
 
     targets: tuple[str, ...]
     scheme: Scheme
@@ -55,20 +55,20 @@ class SchemeGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A `quantization_config`. `source` is its text, which `save` writes again; the rest is what it says."""
+    """A parsed `quantization_config`. `source` is its JSON text, which `save` writes again."""
 
     source: str
     method: Literal["fp8", "compressed-tensors", "headers"]
-    """Whose config it is; `headers` if files say what the config does not (`checkpoint/stored_formats.py`)."""
+    """The `quant_method`; `headers` if the files' headers give the formats (`checkpoint/stored_formats.py`)."""
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
-    """Modules that are left alone, though a target names them."""
+    """Modules that are not quantized, even if a target names them."""
 
     @staticmethod
     def read(raw: Any) -> "Quantization | None":
-        """The config in a JSON object; None for null or an empty one. Raises ConfigError with all problems.
+        """Reads the config from a JSON object; None for null or an empty object.
 
-        TypeError for what is no object.
+        Raises ConfigError with all problems, and TypeError if `raw` is not an object.
         """
         if isinstance(raw, Quantization) or raw is None or raw == {}:
             return raw or None
@@ -94,14 +94,14 @@ class Quantization:
         return json.loads(self.source)
 
     def scheme(self, module: str, kind: str = "Linear") -> Scheme | None:
-        """How a module of this published name, and this class in torch, is stored; None if as floats."""
+        """The scheme of the module with this published name and this class in torch; None if it is not quantized."""
         if self.method == "fp8":
             skipped = any(_names_for_fp8(pattern, module) for pattern in self.ignore)
             own = [group.scheme for group in self.groups if group.targets == () or _ROUTED.search(module)]
             return None if skipped or kind != "Linear" else own[0]
         if any(_names(target, module, kind) for target in self.ignore):
             return None
-        # An exact name goes before a pattern, and a pattern before a class.
+        # An exact name has precedence over a regex, and a regex over a class.
         ranked = (
             sorted(
                 (2 if target == kind else int(target.startswith("re:")), i, group.scheme)
@@ -119,20 +119,20 @@ _ROUTED = re.compile(r"\.experts\.\d+\.")
 
 
 def _names(target: str, module: str, kind: str) -> bool:
-    """compressed-tensors' `match_name` (tests/parity/test_names.py), or a class."""
+    """True if the target is the class, or matches the name as `match_name` would (tests/parity/test_names.py)."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None
     return target in (module, kind)
 
 
 def _names_for_fp8(pattern: str, module: str) -> bool:
-    """From the start up to a module's boundary, or as a suffix: transformers' `should_convert_module`, negated
-    (tests/parity/test_names.py)."""
+    """True if the pattern matches from the start up to the end of a part of the name, or is a suffix: transformers'
+    `should_convert_module`, negated (tests/parity/test_names.py)."""
     return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None
 
 
 def _strings(raw: Mapping[str, Any], name: str, problems: list[str], at: str = "") -> tuple[str, ...]:
-    """A list of names of modules, some of them patterns; empty for null."""
+    """A field's list of module names and regexes; empty for null. Adds to `problems` if it is malformed."""
     value = raw.get(name)
     if value is None:
         return ()
@@ -151,7 +151,7 @@ def _strings(raw: Mapping[str, Any], name: str, problems: list[str], at: str = "
 def _only(
     raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], free: Iterable[str], at: str = ""
 ) -> Iterator[str]:
-    """Problems of fields that have another value than those listed, or that are neither listed nor `free`."""
+    """Problems of fields with a value that is not among their `values`, and of set fields not in `values` or `free`."""
     for name, expected in values.items():
         if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in expected):
             these = " or ".join("null" if value is None else shown(value) for value in expected)
@@ -169,7 +169,7 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ..
     skips = "modules_to_not_convert" if raw.get("modules_to_not_convert") is not None else "ignored_layers"
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
-        ignore = ("lm_head",)  # what transformers leaves alone by default
+        ignore = ("lm_head",)  # the default of transformers
     groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),)))]
     if raw.get("expert_dtype") == "fp4":
         groups.insert(0, SchemeGroup(("re:.*experts",), Scheme(Fp4)))
@@ -209,7 +209,7 @@ _GROUP = ("format", "targets", "weights")
 
 
 def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
-    """What a group says of weights."""
+    """The scheme that the `weights` of a config group describe."""
     if not isinstance(raw, Mapping):
         problems.append(f"{at}: {found(raw)}; expected an object with num_bits, type, strategy and group_size")
         return Scheme(PackedIntegers)
@@ -220,7 +220,7 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     values = kind.readable(raw) | {
         "symmetric": (True,),
         "dynamic": (False, None),
-        "actorder": (None, False, "weight", "static"),  # which only order the calibration
+        "actorder": (None, False, "weight", "static"),  # these change only the order of calibration
         "block_structure": (None,),
     }
     wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))
@@ -229,7 +229,7 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
 
 
 def in_floats(config: Any) -> Any:
-    """The config of the same model with every matrix in floats."""
+    """The config of the same model without quantization."""
     if getattr(config, "quantization_config", None) is None:
         return config
     return dataclasses.replace(config, quantization_config=None)
@@ -238,10 +238,10 @@ def in_floats(config: Any) -> Any:
 def quantized(
     model: Any, quantization: Quantization, published: Callable[[str], str], *, key: PRNGKeyArray, std: float
 ) -> Any:
-    """The tree with random quantized matrices in the place of those that a checkpoint stores so.
+    """The tree with a random quantized matrix in place of each matrix that `quantization` selects.
 
-    `published(name)` is what the checkpoint calls the tensor of that name in the tree. Raises ConfigError for a matrix
-    that cannot be stored as it should be, and for experts of one layer that would be of several kinds.
+    `published(name)` is the checkpoint's name of the tensor at the path `name` of the tree. Raises ConfigError for a
+    matrix that its scheme cannot store, and for experts of one layer with several schemes.
     """
     problems: list[str] = []
 
@@ -283,7 +283,7 @@ def quantized(
 
 
 def _modules(matrix: Matrix, path: str, published: Callable[[str], str]) -> list[str]:
-    """The published modules that are a matrix of the tree: for a stack of experts one each."""
+    """The published names of the modules that make up a matrix of the tree: one per expert for a stack."""
     if matrix.axes[:1] != ("experts",):
         return [published(f"{path}.weight").removesuffix(".weight")]
     experts, projection = path.rsplit(".", 1)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): Llama's tree, with biases of queries, keys and values that no field names."""
+"""Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): Llama's module tree, always with biases of queries, keys and values."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from ling3.model import CausalLM
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2Config(WindowedConfig):
-    """Qwen2's fields (Qwen Team, arXiv 2407.10671, §2.2). Raises ConfigError."""
+    """The fields of a Qwen2 config (Qwen Team, arXiv 2407.10671, §2.2). Raises ConfigError."""
 
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"

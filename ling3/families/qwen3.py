@@ -1,4 +1,4 @@
-"""Qwen3 (`Qwen3ForCausalLM`): no biases, but norms of queries and keys, and heads of a size of their own."""
+"""Qwen3 (`Qwen3ForCausalLM`): no biases, but norms of queries and keys, and a head size set by the config."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class Qwen3Fields(WindowedConfig):
     only = ONLY | {"use_qk_norm": Only((True, None), "queries and keys have norms")}
 
     attention_bias: bool = field(absent=False)
-    """Biases of all four projections of attention."""
+    """True if all four projections of attention have biases."""
 
     def mixer(self, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> GQA:
         """The attention of 0-based `layer`, with random weights."""
@@ -28,7 +28,7 @@ class Qwen3Fields(WindowedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(Qwen3Fields):
-    """A dense Qwen3's config. Raises ConfigError."""
+    """The config of a dense Qwen3. Raises ConfigError."""
 
     architecture = "Qwen3ForCausalLM"
     model_type = "qwen3"

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3's attention over a mixture of experts with a softmax router."""
+"""Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3's attention, and a mixture of experts with a softmax router."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from ling3.model import CausalLM, FeedForward
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig(Qwen3Fields):
-    """Qwen3-MoE's fields (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
+    """The fields of a Qwen3-MoE config (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
 
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
@@ -24,9 +24,9 @@ class Qwen3MoeConfig(Qwen3Fields):
     num_experts_per_tok: int = count()
     norm_topk_prob: bool = field(absent=False)
     decoder_sparse_step: int = field(ge=1, le=1000, absent=1)
-    """Of so many layers, the last is sparse, unless `mlp_only_layers` names it."""
+    """The last layer of each group of this size is sparse, unless `mlp_only_layers` names it."""
     mlp_only_layers: tuple[int, ...] = field(ge=0, absent=())
-    """Layers, 0-based, that are dense."""
+    """The 0-based layers that are always dense."""
 
     def mlp_kind(self, layer: int) -> str:
         """The feed-forward of 0-based `layer`: `dense` or `moe`."""
@@ -34,7 +34,7 @@ class Qwen3MoeConfig(Qwen3Fields):
         return "dense" if dense else "moe"
 
     def misfits(self) -> Iterable[str]:
-        """Problems of fields that are valid by themselves and do not fit together."""
+        """Problems between fields that are valid by themselves."""
         chosen, experts = self.num_experts_per_tok, self.num_experts
         if chosen > experts:
             yield f"num_experts_per_tok: found {chosen}; expected at most num_experts, {experts}; correct it"

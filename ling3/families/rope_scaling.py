@@ -13,17 +13,17 @@ from ling3.layers.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """The `rope_scaling` of a `config.json` (`rope_parameters` in transformers 5's), in its names.
+    """The `rope_scaling` of a `config.json` (`rope_parameters` in transformers 5), under its field names.
 
     With f_i = theta^(-2i/head_dim):
         linear    f_i / factor
-        dynamic   f_i: within max_position_embeddings, beyond which ling3 does not go, it scales nothing
-        yarn      f_i / factor for slow pairs, f_i for fast ones, and a ramp between (arXiv 2309.00071, §3.2), with the
-                  length of queries and keys times 0.1 ln(factor) + 1 (or `attention_factor`)
+        dynamic   f_i, as it scales only beyond max_position_embeddings, which ling3 never exceeds
+        yarn      f_i / factor for slow pairs, f_i for fast ones, and a ramp between (arXiv 2309.00071, §3.2); queries
+                  and keys are multiplied by 0.1 ln(factor) + 1 (or by what `attention_factor` or the mscales say)
         llama3    f_i / factor below low_freq_factor turns in the original context, f_i above high_freq_factor of them
     """
 
-    # `check` names what is wrong; the import hook's type check would come before it.
+    # The import hook's type check would come before `check`, whose errors name the field to correct.
     __no_type_check__ = True
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = field(aliases=("type",))
@@ -51,7 +51,7 @@ class RopeScaling:
             yield f"high_freq_factor: found {high}; expected more than low_freq_factor, {low}; correct one of them"
 
     def rope(self, theta: float, head_dim: int, context: int) -> Rope:
-        """The frequencies for heads of `head_dim` channels, and a model of `context` tokens."""
+        """The rotation for heads of `head_dim` channels in a model of at most `context` tokens."""
         plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
         original = self.original_max_position_embeddings or context
         if self.rope_type == "linear":
@@ -66,7 +66,7 @@ class RopeScaling:
         return _rope(plain)
 
     def _ramped(self, plain: Any, theta: float, head_dim: int, original: int) -> Any:
-        """Between the pair that makes `beta_fast` turns in the original context and that which makes `beta_slow`."""
+        """YaRN's frequencies, with a ramp from `beta_fast` to `beta_slow` turns of a pair within `original` tokens."""
 
         def pair(turns: float) -> float:
             return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -89,19 +89,19 @@ class RopeScaling:
         return scale(1.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in `config.json`: what is None is left out."""
+        """The fields as in `config.json`, without those that are None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """The scaling that a file asks for, under either name; None for RoPE's default kind."""
+    """A file's RoPE scaling, under either of its two names; None for RoPE's default kind."""
     given = pick(raw, ("rope_scaling", "rope_parameters"), problems)
     if not isinstance(given, Mapping):
         return given
     own = dict(given)
     own.pop("rope_theta", None)
     if own.get("rope_type", own.get("type")) == "yarn":
-        own.pop("finetuned", None)  # how the model was trained, in YaRN's first checkpoints
+        own.pop("finetuned", None)  # in YaRN's first checkpoints; how the model was trained changes nothing here
     if own.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rope_scaling.partial_rotary_factor: expected 1; in ling3 every channel of a head is rotated")
     if all(own.get(name) in (None, "default") for name in ("rope_type", "type")):

@@ -1,4 +1,4 @@
-"""The common part of plain transformers: the config's usual fields, and the tree around the mixers."""
+"""The common parts of plain transformers: the usual config fields, and the module tree around the mixers."""
 
 import dataclasses
 import functools
@@ -33,22 +33,22 @@ ONLY = {
     "hidden_act": Only(("silu", "swish"), "every MLP is a SwiGLU", written=True),
     "partial_rotary_factor": Only((1.0, 1, None), "every channel of a head is rotated"),
 }
-"""Published fields of which the code computes one value alone."""
+"""Published fields of which ling3 computes only one value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The fields of every family with grouped-query attention, in the published names. Sizes are in channels."""
+    """The fields of every family with grouped-query attention, under the published names. Sizes are in channels."""
 
-    # `check` names what is wrong; the import hook's type check would come before it.
+    # The import hook's type check would come before `check`, whose errors name the field to correct.
     __no_type_check__ = True
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     only: ClassVar[Mapping[str, Only]] = ONLY
-    """Published fields that must have one value."""
+    """Published fields of which ling3 computes only some values."""
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    """Published fields that repeat others."""
+    """Published fields that repeat others, as functions of the config."""
 
     vocab_size: int = field(ge=1, le=2**24)
     hidden_size: int = size()
@@ -76,11 +76,11 @@ class TransformerConfig:
         check(self, lambda: [*self.misfits(), *self._misfits()])
 
     def misfits(self) -> Iterable[str]:
-        """Problems of a family's own fields."""
+        """Problems between the fields that a family adds."""
         return ()
 
     def _misfits(self) -> Iterable[str]:
-        """Problems of fields that are valid by themselves and do not fit together."""
+        """Problems between fields that are valid by themselves."""
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
             yield f"num_key_value_heads: found {shared}; expected a divisor of num_attention_heads, {heads}; correct it"
@@ -92,14 +92,14 @@ class TransformerConfig:
 
     @property
     def rope(self) -> Rope:
-        """The rotation of queries and keys."""
+        """The rotary embedding of queries and keys."""
         if self.rope_scaling is None:
             return Rope.plain(self.rope_theta, self.head_dim)
         return self.rope_scaling.rope(self.rope_theta, self.head_dim, self.max_position_embeddings)
 
     @classmethod
     def from_dict(cls: type[_Config], raw: object, source: str = "config.json") -> _Config:
-        """The config in the JSON object `raw`, every field of which is accounted for; `source` is for errors."""
+        """Reads the config from the JSON object `raw`, accounting for every field; errors name `source`."""
         return read(cls, raw, source, only=cls.only, derived=cls.derived)
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,13 +111,13 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WindowedConfig(TransformerConfig):
-    """Qwen's way to say which layers attend to a sliding window: all from `max_window_layers` on, if any do."""
+    """Qwen's sliding window: with `use_sliding_window`, all layers from `max_window_layers` on have it."""
 
     use_sliding_window: bool = field(absent=False)
     sliding_window: int | None = field(ge=1)
     max_window_layers: int = field(ge=0, absent=lambda values: values["num_hidden_layers"])
 
-    # In the files that transformers 5 writes.
+    # transformers 5 writes this field too.
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "layer_types": lambda c: [
             "full_attention" if c.window(i) is None else "sliding_attention" for i in range(c.num_hidden_layers)
@@ -125,12 +125,12 @@ class WindowedConfig(TransformerConfig):
     }
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of 0-based `layer` attends to, its own among them; None for all of them."""
+        """The number of tokens that a query of 0-based `layer` attends to, its own included; None for no limit."""
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
 def gqa_config(config: TransformerConfig, **options: Any) -> GQAConfig:
-    """The config's grouped-query attention, with what a family adds to it."""
+    """The settings of the config's grouped-query attention, with `options` that a family adds."""
     return GQAConfig(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -150,7 +150,7 @@ def build(
     key: PRNGKeyArray,
     dtype: DTypeLike,
 ) -> CausalLM:
-    """The tree with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer; no `lm_head` if it is tied."""
+    """The model with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer; no `lm_head` if it is tied."""
     embedding, head, *keys = jax.random.split(key, 2 + config.num_hidden_layers)
     sizes = (config.vocab_size, config.hidden_size)
     options = {"dtype": dtype, "std": config.initializer_range, "axes": ("vocab", "hidden")}
@@ -176,12 +176,12 @@ def dense_mlp(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = Fal
 
 
 def published_name(name: str, config: Any) -> str:
-    """The name that transformers gives to a part of the tree."""
+    """The published name, which is transformers', of the tensor at the path `name` of the module tree."""
     return name.replace("model.word_embeddings.", "model.embed_tokens.").replace(".attention.", ".self_attn.")
 
 
 def tied_copy(name: str, config: Any) -> str | None:
-    """`lm_head` repeats the embedding in files of tied models that have one (Qwen3-0.6B)."""
+    """The embedding's name for `lm_head`, which files of some tied models have as well (Qwen3-0.6B); else None."""
     return "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
 
 

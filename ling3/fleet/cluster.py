@@ -1,4 +1,4 @@
-"""Ray's cluster: the one that is joined, or started on this machine, and what it reserves for a replica."""
+"""Ray's cluster: joining or starting it, and the resources that it reserves for a replica."""
 
 import logging
 import math
@@ -10,26 +10,26 @@ from typing import Any
 from ling3.runtime.cores import cores
 
 OBJECTS = 2**27
-"""Bytes of Ray's object store on this machine: answers are small."""
+"""Bytes of Ray's object store on this machine; small, as answers are."""
 KNOCKING = 10.0
-"""Seconds in which a cluster's address has to accept a connection."""
+"""Timeout in seconds for a connection to a cluster's address."""
 SAME = ("JAX_", "XLA_", "LING3_")
-"""Replicas have the caller's environment variables that begin so: the bits of an answer may depend on them."""
+"""Replicas inherit environment variables with these prefixes: the bits of an answer may depend on them."""
 QUIETLY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray prints to stdout what becomes of processes; the fleet says it itself.
+    # Ray would print to stdout how processes fare; the fleet logs that itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Its own choice is 15: a replica would wait for whatever else the machine does.
+    # Ray's default is 15: a replica would yield to everything else on the machine.
     "RAY_worker_niceness": "0",
 }
-"""For Ray, unless the environment says otherwise: it reports to nobody and prints nothing."""
+"""Environment variables for Ray, unless they are set: it sends no usage reports and prints nothing."""
 JOINING = {"RAY_gcs_server_port_wait_time_s": "1"}
-"""For joining a cluster, unless the environment says otherwise: one attempt, of up to 40 seconds, instead of 20."""
+"""Also for joining a cluster: one attempt, of up to 40 seconds, instead of 20."""
 
 
 def library() -> Any:
-    """Ray; ValueError where it is not installed."""
+    """The module `ray`. Raises ValueError if it is not installed."""
     os.environ |= {**QUIETLY, **os.environ}
     try:
         import ray  # noqa: PLC0415 -- from an extra
@@ -39,10 +39,10 @@ def library() -> Any:
 
 
 def join_cluster(ray: Any, address: str | None, cpus: int) -> None:
-    """Joins the cluster at `address`, or starts one of this machine that has so many cores at least.
+    """Joins the cluster at `address`; without an address, starts one on this machine with at least `cpus` cores.
 
-    A process that has done either before stays with that cluster. Raises ValueError for what is no address, and
-    ConnectionError where there is no cluster.
+    Does nothing if this process is connected to Ray already. Raises ValueError for a malformed address, and
+    ConnectionError if no cluster can be joined there.
     """
     if ray.is_initialized():
         return
@@ -67,7 +67,7 @@ def join_cluster(ray: Any, address: str | None, cpus: int) -> None:
 
 
 def _knock(address: str) -> None:
-    """Raises ConnectionError where nothing listens, for which Ray would wait for a quarter of an hour."""
+    """Raises ConnectionError if nothing listens at the address: Ray would wait for a quarter of an hour."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and "/" not in host and port.isdecimal() and int(port) < 2**16):
         raise ValueError(f"the address of a Ray cluster is {address!r}, expected HOST:PORT, or auto for this machine's")
@@ -80,7 +80,7 @@ def _knock(address: str) -> None:
 
 
 def reserved(ray: Any, replicas: int, mesh: tuple[int, int] | None, cpus: int | None) -> dict[str, Any]:
-    """The resources that Ray reserves for a replica, and its environment."""
+    """Options of a replica's Ray actor: the resources that Ray reserves, and its environment."""
     devices = math.prod(mesh or (1,))
     environment = {name: value for name, value in os.environ.items() if name.startswith(SAME)}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -95,12 +95,12 @@ def reserved(ray: Any, replicas: int, mesh: tuple[int, int] | None, cpus: int | 
         if mesh is not None:
             flags = environment.get("XLA_FLAGS", "")
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
-    # What reaches a replica has been checked here.
+    # Replicas skip type checks, as this process has checked what it sends them.
     hook = {"worker_process_setup_hook": "ling3.leave_types_unchecked"}
     return {**takes, "runtime_env": {"env_vars": environment, **hook}}
 
 
 def cores_each(nodes: Sequence[int], replicas: int) -> int:
-    """The most cores that so many replicas can each have on nodes of so many."""
+    """The most cores that each of `replicas` can have; `nodes` has the number of cores of each node."""
     fitting = (cores for cores in range(max(nodes, default=1), 0, -1) if sum(n // cores for n in nodes) >= replicas)
     return next(fitting, 1)

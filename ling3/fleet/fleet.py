@@ -1,4 +1,4 @@
-"""A fleet of engines that answers as one: prompts are handed out to replicas, and answers collected."""
+"""A fleet of engines that answers as one: prompts are distributed over replicas, and answers collected."""
 
 import contextlib
 import dataclasses
@@ -23,27 +23,27 @@ from ling3.runtime.progress import progress
 
 
 class Fleet:
-    """Engines in processes of their own, which answer as one: same results, in the same order, with the same bits.
+    """Engines, one per process, that answer as one: same results, in the same order, with the same bits.
 
     `path`, `dtype`, `settings`, `revision`, `execution` and `changes` are those of `Engine.from_pretrained`, for every
-    replica; a `Source` may stand in for the path. A replica with a `mesh` spans data × tensor devices, by `rules`
-    (`ling3.mesh`). Replicas have devices of their own where the cluster has GPUs or TPUs; on CPUs each has `cpus` cores
-    (by default as many as let all replicas run at once), works with as many threads, and `mem_fraction` is the share of
-    all together.
+    replica; a `Source` may be given instead of a path. A replica with a `mesh` of (data, tensor) devices is sharded by
+    `rules` (`ling3.mesh`). If the cluster has GPUs or TPUs, replicas do not share them; on CPUs each replica has `cpus`
+    cores (by default as many as let all replicas run at once) and as many threads, and `mem_fraction` is divided among
+    the replicas.
 
-    `address` is that of a Ray cluster (`"auto"` for the one of this machine, or `"host:port"`), whose nodes have this
-    version of ling3 and the checkpoint under the same path; without it Ray runs on this machine alone, until this
-    process ends. A process that has Ray already stays with its cluster.
+    `address` is that of a Ray cluster (`"auto"` for this machine's, or `"host:port"`), whose nodes need this version of
+    ling3 and the checkpoint under the same path; without it Ray runs only on this machine, until this process ends. A
+    process that is connected to Ray already stays with its cluster.
 
-    `settings`, `max_model_len` and `device_kind` are those of each replica's engine, `parameters` (how many numbers it
-    has), `dtype` and `fingerprint` (`ling3.evals.predictions.fingerprint`) the model's, `platform` is the JAX backend.
+    `settings`, `max_model_len` and `device_kind` are those of each replica's engine; `parameters` (how many numbers it
+    has), `dtype` and `fingerprint` (`ling3.evals.predictions.fingerprint`) are the model's; `platform` is the JAX
+    backend.
 
-    The constructor returns as soon as one replica can answer. One that dies, or whose node does, loses no answer and
-    doubles none: its prompts go to others, and Ray puts another in its place where there is room, on a new node too.
+    The constructor returns as soon as one replica is ready. If a replica or its node dies, no answer is lost or
+    repeated: its prompts go to other replicas, and Ray starts a new one where there is room, on a new node too.
 
-    Raises ValueError where Ray is not installed, ConnectionError where there is no cluster at the address, and what
-    loading and the engine raise; FleetError for a prompt of which replica after replica dies, and where none stays
-    alive.
+    Raises ValueError if Ray is not installed, ConnectionError if there is no cluster at the address, and whatever
+    loading and the engine raise; FleetError for a prompt that crashes replica after replica, and if no replica is left.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Fleet:
         cluster.join_cluster(ray, address, replicas * (cpus or 1))
         options = cluster.reserved(ray, replicas, mesh, cpus)
         options["max_concurrency"] = min(settings.max_running_requests, 1000) + BATCH
-        self._first_token: bool | None = None  # as of the last `warmup`
+        self._first_token: bool | None = None  # of the last `warmup`, if any
         self._ids, self._runs, self._running = itertools.count(), itertools.count(), False
         plan = Plan(source, settings, execution, mesh, rules, replicas, os.getcwd())  # noqa: PTH109
         self._places = Places(ray, plan, options)
@@ -89,7 +89,7 @@ class Fleet:
         self.platform: str = first.facts["platform"]
         self._intake = dataclasses.replace(first.intake, tokenizer=self.tokenizer)
 
-    # What an engine has too
+    # The interface of an engine
 
     def generate(
         self,
@@ -98,7 +98,7 @@ class Fleet:
         *,
         truncate: Truncate = None,
     ) -> list[RequestOutput]:
-        """The answers to prompts, in their order, as `Engine.generate` gives them."""
+        """The answers to prompts, in the prompts' order, as `Engine.generate` returns them."""
         requests = self._intake.requests(self._ids, listed(prompts), params, truncate)
         outputs: dict[int, RequestOutput] = {}
         with progress("generating", len(requests)) as advance:
@@ -114,28 +114,28 @@ class Fleet:
         *,
         truncate: Truncate = None,
     ) -> Generator[tuple[int, Delta], None, None]:
-        """The completions of many requests as they finish, each as one delta, with the index of its prompt.
+        """Yields completions as they finish: the index of the prompt, and the entire completion as one delta.
 
-        The arguments are those of `Engine.stream_all`. Leaving the iterator aborts what is unfinished. One run at a
-        time: RuntimeError if there is another.
+        The arguments are those of `Engine.stream_all`. Closing the iterator aborts unfinished requests. Raises
+        RuntimeError if another run is under way.
         """
         return self._deltas(self._intake.requests(self._ids, list(prompts), params, truncate))
 
     def warmup(self, first_token: bool = False) -> None:
-        """Has all replicas compile as `Engine.warmup` does: those that can answer now, others before their first batch.
+        """Compiles as `Engine.warmup` does: in replicas that are ready now; in others before their first batch.
 
-        RuntimeError while a run is under way.
+        Raises RuntimeError while a run is under way.
         """
         self._check_idle()
         self._first_token = first_token
         self._places.warm(first_token)
 
     def stats(self) -> Stats:
-        """The counts of all replicas that can answer now, added up, with the shortest time of compiling."""
+        """The sums of the counts of all replicas that are ready; `compile_seconds` is the shortest."""
         return _total(self._places.stats())
 
     def processes(self) -> list[Process]:
-        """Where the replicas run, without those that wait for room."""
+        """Where the replicas run, without those that wait for resources."""
         return [place.process for place in self._places.running() if place.process is not None]
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Fleet:
     # A run
 
     def _deltas(self, requests: Sequence[Request]) -> Generator[tuple[int, Delta], None, None]:
-        """The answers, completion by completion."""
+        """The answers, one completion at a time."""
         with contextlib.closing(self._answers(requests)) as answers:
             for i, output in answers:
                 for completion in output.outputs:
@@ -181,7 +181,7 @@ class Fleet:
             self._places.leave(run)
 
     def _hand_out(self, work: Work, run: int, requests: Sequence[Request]) -> None:
-        """Gives every replica that can answer what it has room for, batch by batch in turn."""
+        """Gives each replica that is ready as many prompts as it has room for, one batch each in turn."""
         places, sharers = self._places.ready(), len(self._places.running())
         while places:
             handed = []
@@ -198,20 +198,20 @@ class Fleet:
 
 
 def _job(index: int, request: Request) -> Job:
-    """The request for a replica, with a seed: asked again elsewhere, it is answered alike."""
+    """The request as a replica gets it, with a fixed seed, so that another replica gives the same answer."""
     params = dataclasses.replace(request.params, seed=request.sequences[0].seed)
     return Job(index, request.prompt_ids, params)
 
 
 def _delta(output: RequestOutput, index: int) -> Delta:
-    """A whole completion as one delta."""
+    """A finished completion as one delta."""
     whole = output.outputs[index]
     last = output if index == len(output.outputs) - 1 else None
     return Delta(output.request_id, index, whole.text, whole.token_ids, whole.logprobs, whole.finish_reason, last)
 
 
 def _total(counts: Sequence[Stats]) -> Stats:
-    """The sum of several engines' counts."""
+    """The counts of several engines, added up."""
     values = {field.name: [getattr(each, field.name) for each in counts] for field in dataclasses.fields(Stats)}
     finished = sum((Counter(each) for each in values.pop("finished")), Counter())
     page_size, compiling = (min(values.pop(name), default=0) for name in ("page_size", "compile_seconds"))

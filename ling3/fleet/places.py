@@ -1,4 +1,4 @@
-"""The replicas of a fleet: each is an actor of Ray in a place of its own, and is followed by another when it dies."""
+"""The replicas of a fleet: each place has one, a Ray actor, and gets another when it dies."""
 
 import dataclasses
 import logging
@@ -16,29 +16,29 @@ from ling3.runtime.quoting import shown
 logger = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds after which a replica for which there is no room is reported."""
+"""Seconds after which a replica that waits for resources is reported."""
 MOST_LOSSES = 5
-"""A replica that dies so often before it can answer is not replaced any more."""
+"""A replica that has died this often without getting ready is not replaced any more."""
 COLOURS = re.compile(r"\x1b\[\d+m")
-"""In Ray's messages."""
+"""The colour codes in Ray's messages."""
 
 
 @dataclasses.dataclass(eq=False)
 class ReplicaPlace:
-    """One replica, and after its death the next in its place."""
+    """The place of one replica, and after its death of the next one."""
 
     number: int
     actor: Any = None
     process: Process | None = None
-    """None until Ray has found room for it."""
+    """None until the replica runs, for which Ray has to find resources."""
     card: Card | None = None
-    """None until it can answer."""
+    """None until the replica is ready."""
     losses: int = 0
-    """Deaths since one could answer."""
+    """Deaths since a replica here was last ready."""
     error: Exception | None = None
-    """Why there will be no further replica here."""
+    """Why this place gets no further replica; None if it may."""
     since: float = 0.0
-    """When Ray was asked for it, by the monotonic clock; infinite once it is reported that there is no room."""
+    """When Ray was to start it, by the monotonic clock; infinite once its waiting for resources is reported."""
 
     def __str__(self) -> str:
         return f"replica {self.number} ({self.process or 'not yet running'})"
@@ -50,15 +50,15 @@ class Lost:
 
 
 News = Process | Card | Answer | Lost | None
-"""Where a replica runs, what it says of itself once it can answer, an answer, its death, or the end of a call."""
+"""Where a replica runs, its card once it is ready, an answer, its death, or None for the end of a call."""
 
 
 class Places:
-    """So many replicas of one plan. What they have to tell comes one by one from `wait`.
+    """The replicas of a plan. `wait` returns their news, one at a time.
 
     `options` are those of the Ray actor. A replica that dies, or whose node does, is replaced as soon as Ray finds room
-    for another; one that does not load the model, differs from the first or dies `MOST_LOSSES` times before it can
-    answer is left out.
+    for another. One that cannot load the model, differs from the first or dies `MOST_LOSSES` times before it is ready
+    is left out.
     """
 
     def __init__(self, ray: Any, plan: Plan, options: dict[str, Any]):
@@ -68,11 +68,11 @@ class Places:
         self._takes = {name: number for name, number in taken.items() if number}
         self._actor = ray.remote(concurrency_groups={"beside": 2})(Replica).options(**options)
         self._pending: dict[Any, ReplicaPlace] = {}
-        """What Ray will answer, and whose answer it is."""
+        """The place of each call to Ray that has not ended."""
         self._all = [ReplicaPlace(number) for number in range(plan.replicas)]
         self.closed = False
         self.first: Card | None = None
-        """Of the first replica that could answer."""
+        """The card of the first replica that was ready."""
         for place in self._all:
             self._launch(place)
 
@@ -80,59 +80,58 @@ class Places:
         return len(self._all)
 
     def ready(self) -> list[ReplicaPlace]:
-        """The replicas that can answer prompts now."""
+        """The places whose replicas can answer prompts now."""
         return [place for place in self._all if place.card is not None]
 
     def running(self) -> list[ReplicaPlace]:
-        """Those that Ray has found room for."""
+        """The places whose replicas run, ready or not."""
         return [place for place in self._all if place.process is not None or place.card is not None]
 
-    # What they are asked
+    # Calls to the replicas
 
     def ask(self, place: ReplicaPlace, run: int, jobs: Sequence[Job], first_token: bool | None) -> None:
-        """Asks for the answers to a batch; the replica compiles first, as by `warm`, unless for None."""
+        """Sends a batch to a replica, which first compiles as by `warm` unless `first_token` is None."""
         self._pending[place.actor.answer.options(num_returns="streaming").remote(run, jobs, first_token)] = place
 
     def warm(self, first_token: bool) -> None:
-        """Has those that can answer compile, and waits for it."""
+        """Makes the replicas that are ready compile, and waits for them."""
         calls = {place.actor.warm.remote(first_token): place for place in self.ready()}
         self._pending |= calls
         while calls.keys() & self._pending.keys():
             self.wait()
 
     def leave(self, run: int) -> None:
-        """Ends what is unfinished of this run, of which no news come any more."""
+        """Aborts the unfinished requests of this run; `wait` returns no more news of it."""
         for place in self.ready():
             self._beside(place, "leave", run)
         self._pending = {ref: each for ref, each in self._pending.items() if isinstance(ref, self._ray.ObjectRef)}
 
     def stats(self) -> list[Stats]:
-        """The counts of those that can answer."""
+        """The counts of the replicas that are ready."""
         found = []
         for place in self.ready():
             try:
                 found.append(self._ray.get(self._beside(place, "stats")))
             except self._ray.exceptions.RayError:
-                continue  # it has died, which the next `wait` notes
+                continue  # the replica has died, which the next `wait` notices
         return found
 
     def close(self) -> None:
-        """Ends all replicas, those that wait included."""
+        """Ends all replicas, including those that wait for resources."""
         self.closed = True
         for place in self._all:
             self._drop(place)
 
     def _beside(self, place: ReplicaPlace, method: str, *arguments: Any) -> Any:
-        """Calls a replica while it answers."""
+        """Calls a method of a replica, beside a call to `answer`."""
         return getattr(place.actor, method).options(concurrency_group="beside").remote(*arguments)
 
-    # What they tell
+    # News from the replicas
 
     def wait(self) -> tuple[ReplicaPlace, News]:
-        """The next news, and from where.
+        """The next news, and the place that it is from.
 
-        Raises RuntimeError after `close`, the error of the last replica if none is left to wait for, and what an engine
-        has raised.
+        Raises RuntimeError after `close`, the error of the last place if no replica is left, and the errors of engines.
         """
         if self.closed:
             raise RuntimeError("the fleet is closed: make another")
@@ -168,23 +167,23 @@ class Places:
             self._welcome(place, news)
         return place, news
 
-    # Their lives
+    # Starting and replacing replicas
 
     def _launch(self, place: ReplicaPlace) -> None:
-        """Asks Ray for a replica; until there is room for it, it waits."""
+        """Has Ray start a replica, as soon as it has the resources."""
         place.actor, place.since = self._actor.remote(), time.monotonic()
         self._pending[self._beside(place, "where")] = place
         self._pending[place.actor.start.remote(self._plan)] = place
 
     def _drop(self, place: ReplicaPlace) -> None:
-        """Ends what there is of a replica."""
+        """Ends the replica of a place, if it has one, and forgets its calls."""
         self._pending = {ref: other for ref, other in self._pending.items() if other is not place}
         if place.actor is not None:
             self._ray.kill(place.actor)
         place.actor = place.process = place.card = None
 
     def _welcome(self, place: ReplicaPlace, card: Card) -> None:
-        """Takes a replica in, if it is as the others are."""
+        """Accepts a replica that is ready, if its facts are those of the first; otherwise leaves it out."""
         self.first = first = self.first or card
         other = [name for name, fact in first.facts.items() if card.facts[name] != fact]
         if not other:
@@ -194,14 +193,14 @@ class Places:
         self._give_up(place, FleetError(f"it differs from the first ({told}): its answers would have other bits"))
 
     def _replace(self, place: ReplicaPlace, error: Exception) -> None:
-        """Puts another replica in the place of one that has died."""
+        """Starts another replica in the place of one that has died, unless it has died too often."""
         place.losses += 1
         logger.warning("%s died; what it had not answered goes to others", place)
         if place.losses < MOST_LOSSES:
             self._drop(place)
             self._launch(place)
             return
-        # The first line says what has died, and the last one why.
+        # The first line of Ray's message says what died, the last line why.
         lines = COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
         self._give_up(place, FleetError(f"it died {place.losses} times before it could answer: {lines[-1].strip()}"))
 
@@ -211,7 +210,7 @@ class Places:
         place.error = error
 
     def _report_what_waits_for_room(self) -> None:
-        """Says of each replica once that it has waited for room in vain."""
+        """Logs, once for each replica, that it has waited for resources for `PATIENCE` seconds."""
         waiting = [place for place in self._all if place.error is None and place.process is None]
         if all(time.monotonic() - place.since < PATIENCE for place in waiting):
             return
@@ -225,5 +224,5 @@ class Places:
 
 
 def _counted(devices: Mapping[str, float]) -> str:
-    """As in "2 CPU"."""
+    """Amounts of resources as text, such as "2 CPU"."""
     return ", ".join(f"{number:g} {name}" for name, number in devices.items())

@@ -1,4 +1,4 @@
-"""The code of a replica's process: one engine, which may span several devices. It knows nothing of Ray."""
+"""The code of a replica's process: one engine, which may span several devices. It does not depend on Ray."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ AXES = ("data", "tensor")
 
 @runtime_checkable
 class Source(Protocol):
-    """Where a model and its tokenizer come from. It is sent to every replica, and loads there."""
+    """A source of a model and its tokenizer, which is sent to every replica and loads them there."""
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer that belongs to the model."""
         ...
 
     def load(self, tokenizer: Tokenizer | None, mesh: Mesh | None, rules: Rules | None) -> CausalLM:
-        """The model, which has to fit the tokenizer; on a mesh, if one is given, cut by the rules."""
+        """Loads the model, which has to fit the tokenizer; with a mesh, sharded over it by the rules."""
         ...
 
 
@@ -54,21 +54,21 @@ class Checkpoint:
 
     @staticmethod
     def of(path: str | os.PathLike[str], dtype: Any, revision: str | None) -> "Checkpoint":
-        """The checkpoint as it is now: of a branch, its last commit."""
+        """The checkpoint as it is now: a branch is pinned to its last commit."""
         return Checkpoint(os.fspath(path), dtype, hub.pin(path, revision))
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; FileNotFoundError if there is none."""
+        """Loads the tokenizer. Raises FileNotFoundError if there is none."""
         return load_tokenizer(self.path, revision=self.revision)
 
     def load(self, tokenizer: Tokenizer | None, mesh: Mesh | None, rules: Rules | None) -> CausalLM:
-        """The model; of a mesh each device's part is read alone."""
+        """Loads the model; with a mesh, only the parts for this process's devices are read."""
         return checkpoint.load(self.path, self.dtype, mesh=mesh, rules=rules, revision=self.revision)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The common description of all replicas of a fleet."""
+    """The arguments that all replicas of a fleet share."""
 
     source: Source
     settings: EngineSettings
@@ -78,7 +78,7 @@ class Plan:
     rules: Rules | None
     replicas: int
     directory: str
-    """The caller's, for relative paths."""
+    """The caller's working directory, for relative paths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The message of a replica about itself, once it can answer."""
+    """A replica's message about itself, once it is ready."""
 
     settings: EngineSettings
-    """Of its engine, but for `mem_fraction`, which is the fleet's."""
+    """Its engine's settings, except that `mem_fraction` is the fleet's."""
     intake: Intake
-    """Its engine's, without the tokenizer."""
+    """Its engine's intake, without the tokenizer."""
     facts: dict[str, Any]
-    """What has to be the same in all replicas, for the answers to have the same bits."""
+    """Facts that must be equal in all replicas, so that their answers have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Answer:
 
 
 class Replica:
-    """One engine, for callers in other processes; each call has a thread of its own."""
+    """One engine, called from other processes; each call runs in a different thread."""
 
     def __init__(self) -> None:
         self._left = -1
@@ -134,7 +134,7 @@ class Replica:
         return Process(socket.gethostname(), os.getpid())
 
     def start(self, plan: Plan) -> Card:
-        """Loads the model and makes the engine."""
+        """Loads the model and creates the engine."""
         if pathlib.Path(plan.directory).is_dir():
             os.chdir(plan.directory)
         compilation_cache.switch_on()
@@ -158,14 +158,14 @@ class Replica:
         return Card(settings, self._engine.intake.portable(), facts)
 
     def warm(self, first_token: bool) -> None:
-        """Has the engine compile, once for each `first_token`."""
+        """Compiles the engine's programs, once for each value of `first_token`."""
         with self._warming:
             if first_token not in self._warm:
                 self._engine.warmup(first_token)
                 self._warm.add(first_token)
 
     def answer(self, run: int, jobs: Sequence[Job], first_token: bool | None) -> Iterator[Answer]:
-        """The answers to a batch as they finish, until the run is left; first the engine compiles, unless for None."""
+        """Yields answers as they finish, until the run is left; first compiles as by `warm`, unless for None."""
         if first_token is not None:
             self.warm(first_token)
         prompts, params = [job.ids for job in jobs], [job.params for job in jobs]
@@ -177,7 +177,7 @@ class Replica:
                     yield Answer(jobs[i].index, delta.output)
 
     def leave(self, run: int) -> None:
-        """Ends what is unfinished of this run and earlier ones."""
+        """Aborts the unfinished requests of this run and of earlier ones."""
         self._left = max(self._left, run)
 
     def stats(self) -> Stats:

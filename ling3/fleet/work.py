@@ -1,19 +1,19 @@
-"""Who has which prompt: handed out in small batches, and to another replica when one dies."""
+"""The prompts of a run: handed out to replicas in small batches, and to another replica when one dies."""
 
 from collections import Counter, deque
 
 BATCH = 8
-"""The most prompts of a batch: a free slot of a replica soon has the next one, and a death costs few."""
+"""The most prompts of a batch: small, so that free slots are soon filled and few prompts are lost in a crash."""
 IN_COMPANY, ALONE = 2, 3
-"""After so many shared crashes a prompt runs alone; after so many crashes alone it fails."""
+"""After `IN_COMPANY` crashes among others a prompt runs alone; after `ALONE` more crashes it fails."""
 
 
 class FleetError(RuntimeError):
-    """A prompt that ends its replica again and again, or replicas that cannot be kept alive."""
+    """Raised for a prompt that crashes its replica again and again, and if no replica can be kept alive."""
 
 
 class Work:
-    """Prompts 0 to `count` - 1 of one run: those that wait, and those that replicas hold. Each is answered once."""
+    """Prompts 0 to `count` - 1 of one run: waiting, or held by a replica, until answered. Each is answered once."""
 
     def __init__(self, count: int):
         self._waiting = deque(range(count))
@@ -28,8 +28,8 @@ class Work:
     def hand(self, replica: int, slots: int, sharers: int) -> list[int]:
         """The next batch for a replica; empty if it has enough.
 
-        It holds up to `slots` prompts, and a batch besides that is on its way; when few are left, no more than its
-        share among so many `sharers`. A prompt with which `IN_COMPANY` replicas have died runs alone.
+        A replica holds up to `slots` prompts and one more batch, which is on its way; when few are left, at most its
+        share among `sharers` replicas. A prompt that `IN_COMPANY` replicas held when they died runs alone.
         """
         held = self._held.setdefault(replica, set())
         if not self._waiting or any(map(self._suspect, held)):
@@ -45,7 +45,7 @@ class Work:
         return batch
 
     def finish(self, replica: int, prompt: int) -> bool:
-        """Notes an answer; False if the replica does not hold the prompt, so that the answer is not wanted."""
+        """Records an answer; False if the replica does not hold the prompt, and the answer is to be ignored."""
         held = self._held.get(replica, set())
         if prompt not in held:
             return False
@@ -53,9 +53,9 @@ class Work:
         return True
 
     def lose(self, replica: int) -> list[int]:
-        """The prompts that a replica held when it died; they are handed out again, first of all.
+        """Puts the prompts of a replica that died back at the front of the queue, and returns them.
 
-        Raises FleetError for one that was alone with `ALONE` replicas that died.
+        Raises FleetError for a prompt that was alone on `ALONE` replicas that died.
         """
         lost = sorted(self._held.pop(replica, ()))
         self._deaths.update(lost)

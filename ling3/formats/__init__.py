@@ -1,10 +1,9 @@
-"""Formats of matrices in fewer bits: one file for each, with a class that is the format.
+"""Formats of quantized matrices, one file and one class for each.
 
-A class is a kind of `Matrix` whose array fields are the published tensors, and a `Quantized` operand of the operators
-itself. Its file says what the bits mean (`decoded`, `rows`), what comes together (`cut`, `steps`), what random bits are
-(`init`), how numbers become bits (`encode`), and what a config says of them. Products multiply unrounded activations by
-the numbers that the bits mean, whatever a checkpoint says of activations: that is nearer to the model than the servers
-that round them to 8 bits.
+A class is a kind of `Matrix` whose array fields are the published tensors, and itself the `Quantized` operand of the
+operators. Its file defines how weights are decoded (`decoded`, `rows`), sliced (`cut`, `steps`), drawn at random
+(`init`) and encoded (`encode`), and how a config describes them. Products multiply decoded weights by unrounded
+activations, even if a checkpoint wants activations in 8 bits: that is closer to the model than servers that round them.
 """
 
 from ling3.formats.compressed_tensors import CompressedTensors

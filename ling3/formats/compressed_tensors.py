@@ -1,4 +1,4 @@
-"""Formats of compressed-tensors, and what its configs say of a matrix in one of them (version 0.20)."""
+"""The common part of compressed-tensors' formats: how its configs describe them (version 0.20)."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from ling3.formats.matrix import QuantizedMatrix
 
 
 class CompressedTensors(QuantizedMatrix):
-    """A format that has a name there, and fields of its own in the `weights` of a config's group."""
+    """A format of compressed-tensors: `FORMAT` is its name there, and the `weights` of a config group describe it."""
 
     FORMAT: ClassVar[str]
 
     @staticmethod
     @abstractmethod
     def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """The values that each field may have, some of them by what others say."""
+        """The values that ling3 reads for each field of `weights`; some depend on other fields."""
 
     @staticmethod
     @abstractmethod
     def options(weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of `init` that readable fields give."""
+        """The options of `init` for these fields, which are readable."""
 
     @staticmethod
     @abstractmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The `weights` fields of a config group with such options."""
+        """The `weights` fields of a config group for these options of `init`."""

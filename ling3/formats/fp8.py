@@ -1,6 +1,6 @@
-"""FP8: E4M3 with a scale for each block of 128 × 128, as DeepSeek-V3, Qwen3 and Ling-3 publish it.
+"""FP8: E4M3 with a scale for each block of 128 × 128, as published by DeepSeek-V3, Qwen3 and Ling-3.
 
-W = weight · the scale of its block, multiplied in float32 (DeepSeek-V3, arXiv 2412.19437, §3.3).
+W = weight · scale of its block, multiplied in float32 (DeepSeek-V3, arXiv 2412.19437, §3.3).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ else:
 BLOCK = 128
 """Rows and columns that share a scale."""
 MOST = 448.0
-"""The largest number of E4M3."""
+"""The largest finite number of E4M3."""
 READABLE = {
     "weight_block_size": ([BLOCK, BLOCK],),
     "activation_scheme": ("dynamic", None),
@@ -39,13 +39,13 @@ READABLE = {
     "scale_fmt": ("ue8m0", "float", None),
     "expert_dtype": ("fp8", "fp4", None),
 }
-"""The values that fields of a `quantization_config` may have."""
+"""The values that ling3 reads for fields of a `quantization_config`."""
 WRITTEN = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 """The values that `quantize` writes."""
 
 
 class Fp8(QuantizedMatrix):
-    """`weight` is E4M3: numbers up to ±448, with NaN and without infinities."""
+    """A matrix in FP8: `weight` is E4M3, with numbers up to ±448, NaN, and no infinities."""
 
     STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight": ("F8_E4M3",),
@@ -53,14 +53,14 @@ class Fp8(QuantizedMatrix):
     }
     weight: Float8e4m3fn[Array, "*stack out_features in_features"]
     weight_scale_inv: BlockScale[Array, "*stack blocks columns"]
-    """The scales: the numbers of a block are multiplied by them, in spite of the name."""
+    """A multiplier for each block, despite the suffix `_inv`."""
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float, powers: bool = False) -> "Fp8":
-        """Random numbers, evenly spread; with `powers`, scales are powers of two."""
+        """Uniform random numbers; with `powers`, the scales are powers of two (E8M0)."""
         *stack, outer, inner = like.shape
         codes = jax.random.uniform(key, like.shape, jnp.float32, -MOST, MOST).astype(jnp.float8_e4m3fn)
         blocks, scale = (*stack, -(-outer // BLOCK), -(-inner // BLOCK)), std * 3**0.5 / MOST
@@ -72,11 +72,11 @@ class Fp8(QuantizedMatrix):
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """E4M3, and amax / 448 of each block."""
+        """The numbers in E4M3, and the scale amax / 448 of each block, by field."""
         return dict(zip(self.STORED, encoded(numbers), strict=True))
 
     def steps(self, field: str) -> tuple[int | None, int | None]:
-        """Rows and columns of W that an element of this tensor stands for."""
+        """Rows and columns of W that one element of this tensor describes."""
         return (BLOCK, BLOCK) if field == "weight_scale_inv" else (1, 1)
 
     @property
@@ -101,7 +101,7 @@ class Fp8(QuantizedMatrix):
 
     @property
     def arrays(self) -> tuple[Float8e4m3fn[Array, "*stack outer inner"], BlockScale[Array, "*stack blocks columns"]]:
-        """The numbers, and scales in float32 or powers of two."""
+        """The E4M3 numbers, and the scales in float32 or E8M0."""
         narrow = self.weight_scale_inv.dtype == jnp.bfloat16
         return self.weight, self._scale if narrow else self.weight_scale_inv
 
@@ -118,7 +118,7 @@ class Fp8(QuantizedMatrix):
         return numbers * along(self._scale[index // BLOCK], BLOCK, self.shape[-1])
 
     def cut(self, start: Int32[Array, ""], size: int) -> "Fp8":
-        """`size` rows of W from `start` on, whole blocks but for the last."""
+        """`size` rows of W from `start` on, which must be a multiple of 128."""
         scale = rows_of(self.weight_scale_inv, start // BLOCK, -(-size // BLOCK))
         return dataclasses.replace(self, weight=rows_of(self.weight, start, size), weight_scale_inv=scale, bias=None)
 
@@ -132,7 +132,7 @@ class Fp8(QuantizedMatrix):
 def encoded(
     numbers: Float32[np.ndarray, "rows columns"],
 ) -> tuple[Shaped[np.ndarray, "rows columns"], Float32[np.ndarray, "blocks across"]]:
-    """E4M3, and the scale of each block: amax / 448, or 1 for a block of zeros."""
+    """The numbers in E4M3, and the scale of each block: amax / 448, or 1 for a block of zeros."""
     rows, columns = numbers.shape
     whole = np.pad(numbers, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = whole.reshape(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)

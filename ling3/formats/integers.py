@@ -1,7 +1,7 @@
 """Integers of 4 or 8 bits with a scale for each group: compressed-tensors' `pack-quantized`, symmetric.
 
-W = q · the scale of its group, rounded to the scale's dtype. q is stored as q + 2^(bits-1) in words of 32 bits, the
-first column in the lowest ones. A group is so many neighbours in a row as there are numbers to a scale.
+W = q · scale of its group, rounded to the scale's dtype. q is stored as q + 2^(bits-1) in 32-bit words, the first
+column in the lowest bits. A group is a number of neighbouring columns of a row, which share a scale.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from ling3.formats.matrix import along
 from ling3.layers.linear import Linear
 
 GROUPS = (32, 128)
-"""Sizes of groups that are read."""
+"""The group sizes that ling3 reads."""
 
 
 class PackedIntegers(CompressedTensors):
-    """Words of integers, the scales of their groups, and the shape of the matrix for other programs."""
+    """A matrix of packed integers, with a scale for each group or row."""
 
     FORMAT: ClassVar[str] = "pack-quantized"
     STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -36,14 +36,14 @@ class PackedIntegers(CompressedTensors):
     weight_packed: Int32[Array, "*stack out_features words"]
     weight_scale: Float[Array, "*stack out_features groups"]
     weight_shape: Int32[Array, "*stack 2"]
-    """[out, in], for other programs: `load` has compared it."""
+    """[out, in], for other programs; `load` checks it."""
     bits: int = eqx.field(static=True)
     padding: int = eqx.field(static=True, default=0)
-    """Numbers of a row's last word that are none of W's."""
+    """The number of unused places in the last word of each row."""
     wide: bool = eqx.field(static=True, default=False)
-    """True if W's numbers are float32, and False if they are rounded to the dtype of the scales.
+    """True if decoded numbers stay in float32, False if they are rounded to the dtype of the scales.
 
-    As in transformers, that depends on the dtype of the model around it.
+    As in transformers, this depends on the dtype of the model.
     """
     bias: Float[Array, "*stack out_features"] | None = None
     axes: tuple[str, ...] = eqx.field(static=True, default=())
@@ -51,7 +51,7 @@ class PackedIntegers(CompressedTensors):
 
     @staticmethod
     def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Integers in groups, or with a scale for each row."""
+        """The values that ling3 reads: integers in groups, or with a scale for each row."""
         return {
             "num_bits": (4, 8),
             "type": ("int",),
@@ -62,22 +62,22 @@ class PackedIntegers(CompressedTensors):
 
     @staticmethod
     def options(weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Bits, and the size of a group, None for whole rows."""
+        """The number of bits, and the group size, which is None for one scale per row."""
         group = None if weights["strategy"] == "channel" else weights["group_size"]
         return {"bits": weights["num_bits"], "group": group}
 
     @staticmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The `weights` fields of integers in groups."""
+        """The `weights` fields for integers in groups."""
         return {"num_bits": options["bits"], "type": "int", "group_size": options["group"]}
 
     @staticmethod
     def init(
         like: Linear, *, key: PRNGKeyArray, std: float, bits: int = 4, group: int | None = None
     ) -> "PackedIntegers":
-        """Random numbers, evenly spread; without a `group` a row has one scale.
+        """Uniform random integers; without a `group`, each row has one scale.
 
-        ValueError if the columns do not divide into groups.
+        Raises ValueError if the columns do not divide into groups.
         """
         (*stack, outer, inner), per = like.shape, 32 // bits
         if group is not None and inner % group:
@@ -97,11 +97,11 @@ class PackedIntegers(CompressedTensors):
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """Words, and amax / (2^(bits-1) - 1/2) of each group in `dtype`."""
+        """The packed words, and the scale amax / (2^(bits-1) - 1/2) of each group in `dtype`, by field."""
         return dict(zip(self.STORED, encoded(numbers, self.bits, self._group, dtype), strict=False))
 
     def steps(self, field: str) -> tuple[int | None, int | None]:
-        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        """Rows and columns of W that one element of this tensor describes; None for all of them."""
         whole_rows = self.weight_scale.shape[-1] == 1
         steps = {"weight_packed": (1, 32 // self.bits), "weight_shape": (None, None)}
         steps["weight_scale"] = (1, None if whole_rows else self._group)
@@ -109,7 +109,7 @@ class PackedIntegers(CompressedTensors):
 
     @property
     def largest(self) -> float:
-        """8, or 128 for 8 bits."""
+        """The largest magnitude of an integer: 8, or 128 for 8 bits."""
         return 2.0 ** (self.bits - 1)
 
     @property
@@ -119,12 +119,12 @@ class PackedIntegers(CompressedTensors):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the scales, or float32."""
+        """The dtype of decoded numbers: float32 if `wide`, else that of the scales."""
         return jnp.dtype(jnp.float32) if self.wide else self.weight_scale.dtype
 
     @property
     def arrays(self) -> tuple[Int32[Array, "*stack outer words"], Float[Array, "*stack outer groups"]]:
-        """The words, and scales in `dtype`."""
+        """The packed words, and the scales in `dtype`."""
         return self.weight_packed, self.weight_scale.astype(self.dtype)
 
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
@@ -136,7 +136,7 @@ class PackedIntegers(CompressedTensors):
         return self._numbers(self.weight_packed[index], self.weight_scale[index])
 
     def in_float32(self) -> "PackedIntegers":
-        """The matrix with numbers that are not rounded to the scales' dtype."""
+        """The same matrix, decoded without rounding to the scales' dtype (`wide`)."""
         return dataclasses.replace(self, wide=True)
 
     def cut(self, start: Int32[Array, ""], size: int) -> "PackedIntegers":
@@ -160,7 +160,7 @@ class PackedIntegers(CompressedTensors):
 def encoded(
     numbers: Float32[np.ndarray, "rows columns"], bits: int, group: int, dtype: np.dtype
 ) -> tuple[Shaped[np.ndarray, "rows words"], Shaped[np.ndarray, "rows groups"]]:
-    """Words of q + 2^(bits-1), and the scale of each group in `dtype`."""
+    """The words of q + 2^(bits-1), and the scale of each group in `dtype`."""
     (rows, columns), per, half = numbers.shape, 32 // bits, 2 ** (bits - 1)
     groups = numbers.reshape(rows, -1, group)
     scale = (np.abs(groups).max(axis=-1) / np.float32(half - 0.5)).astype(dtype)
@@ -171,9 +171,9 @@ def encoded(
 
 
 def _rounded(numbers: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
-    """The numbers rounded to `dtype`. XLA may leave out a conversion there and back, but not these."""
+    """The numbers rounded to `dtype`. XLA may remove a cast to it and back, but not these operations."""
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
-    if dtype == jnp.float16:  # with its subnormal numbers, which reduce_precision makes zeros
+    if dtype == jnp.float16:  # reduce_precision would flush its subnormal numbers to zero
         return lax.optimization_barrier(numbers.astype(jnp.float16)).astype(jnp.float32)
     return numbers

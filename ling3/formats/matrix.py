@@ -1,4 +1,4 @@
-"""The formats' common part: everything but which tensors they have, and what these mean."""
+"""The common part of all formats: everything except their tensors and how these are decoded."""
 
 import dataclasses
 import math
@@ -23,31 +23,31 @@ _Own = TypeVar("_Own", bound="QuantizedMatrix")
 
 
 class QuantizedMatrix(Matrix, Quantized):
-    """A matrix, or a stack of them, whose tensors keep the bits that a checkpoint has."""
+    """A quantized matrix, or a stack of them: its tensors are a checkpoint's, bit for bit."""
 
     STORED: ClassVar[Mapping[str, tuple[str, ...]]]
-    """The types in which files may have each of its tensors: the numbers first, then their scales."""
+    """The safetensors dtypes that each tensor may be stored in, by field: the numbers first, then their scales."""
     bias: eqx.AbstractVar[Array | None]
 
     @staticmethod
     @abstractmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float) -> "QuantizedMatrix":
-        """Random numbers of about this standard deviation, in the shape of `like` and with its bias."""
+        """A random matrix of about the standard deviation `std`, with the shape and bias of `like`."""
 
     @property
     @abstractmethod
     def largest(self) -> float:
-        """The largest magnitude that a number has before it is multiplied by its scale."""
+        """The largest magnitude of a number before it is multiplied by its scale."""
 
     @abstractmethod
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """The tensors of a matrix in this one's format, by field; `dtype` is what a checkpoint in floats has it in."""
+        """Encodes a matrix in this one's format: its tensors by field. `dtype` is its dtype in the float checkpoint."""
 
     @abstractmethod
     def steps(self, field: str) -> tuple[int | None, int | None]:
-        """Rows and columns of W that an element of this tensor stands for; None if for all of them."""
+        """Rows and columns of W that one element of this tensor describes; None for all of them."""
 
     @property
     def operand(self) -> Quantized:
@@ -55,13 +55,13 @@ class QuantizedMatrix(Matrix, Quantized):
         return self if self.bias is None else dataclasses.replace(self, bias=None)
 
     def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
-        """All its numbers as one array."""
+        """All its decoded numbers, as one array of `dtype`."""
         return self.decoded().astype(self.dtype)
 
     def product(
         self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "*stack rows {self.out_features}"]:
-        """x Wᵀ for the rows `x`, in the execution's accumulation dtype. A row's bits do not depend on the others."""
+        """x Wᵀ plus the bias, in the execution's accumulation dtype. A row's bits do not depend on the other rows."""
         y = execution.times(x, self.operand)
         return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
@@ -70,17 +70,17 @@ class QuantizedMatrix(Matrix, Quantized):
         return self.rows(index).astype(self.dtype)
 
     def in_float32(self: _Own) -> _Own:
-        """The matrix of a model in float32."""
+        """The same matrix as part of a float32 model, where a format may decode without rounding."""
         return self
 
     def _with_rows(self: _Own, start: Int32[Array, ""], size: int, *fields: str) -> _Own:
-        """The matrix with `size` rows of these fields, from `start` on."""
+        """The matrix without bias, with `size` rows of these fields from `start` on."""
         cut = {name: rows_of(getattr(self, name), start, size) for name in fields}
         return dataclasses.replace(self, bias=None, **cut)
 
 
 def in_float32(tree: Any) -> Any:
-    """The tree of a model in float32: integers times their scales are not rounded to the scales' dtype."""
+    """The tree as a float32 model: integers times their scales are not rounded to the scales' dtype."""
 
     def wide(node: Any) -> Any:
         return node.in_float32() if isinstance(node, QuantizedMatrix) else node
@@ -89,9 +89,9 @@ def in_float32(tree: Any) -> Any:
 
 
 def weights_per_element(tree: Any) -> list[Fraction]:
-    """How many of its weights an element of each array of a model stands for, in the order of `jax.tree.leaves`.
+    """How many weights one element of each array of a model holds, in the order of `jax.tree.leaves`.
 
-    One, but for quantized matrices: several for packed ones, and none for scales.
+    This is 1, except in quantized matrices: more for packed numbers, and 0 for scales.
     """
     counts: list[Fraction] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, QuantizedMatrix)):
@@ -111,17 +111,17 @@ def rows_of(array: Shaped[Array, "..."], start: Int32[Array, ""], size: int) -> 
 
 
 def along(scale: Float32[Array, "*batch groups"], group: int, columns: int) -> Float32[Array, "*batch columns"]:
-    """Each group's scale at every column of the group."""
+    """Repeats each group's scale for every column of the group."""
     return jnp.repeat(scale, group, axis=-1)[..., :columns]
 
 
 def power_of_two(byte: UInt8[Array, "..."]) -> Float32[Array, "..."]:
-    """2^(byte - 127), the numbers of E8M0; NaN for 255."""
+    """Decodes E8M0: 2^(byte - 127), or NaN for 255."""
     own = byte.astype(jnp.int32)
     bits = jnp.where(own == 0, 1 << 22, jnp.where(own == 255, 0x7FC00000, own << 23))  # 2^-127 is subnormal
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def exponents(shape: tuple[int, ...], scale: float) -> UInt8[Array, "..."]:
-    """The power of two that is nearest to a scale, as E8M0 has it."""
+    """An array filled with the power of two nearest to `scale`, in E8M0."""
     return jnp.full(shape, min(254, max(0, 127 + round(math.log2(scale)))), jnp.uint8)

@@ -1,7 +1,7 @@
-"""MXFP4: E2M1, two in a byte, with an exponent for 32 neighbours in a row; compressed-tensors' layout, and DeepSeek's.
+"""MXFP4: pairs of E2M1 in a byte, an exponent for 32 neighbours in a row; in compressed-tensors' or DeepSeek's layout.
 
-W = e2m1 · 2^(scale - 127), exact (OCP Microscaling Formats v1.0, §5.3.3). E2M1 are ±0, 0.5, 1, 1.5, 2, 3, 4 and 6; of
-the two numbers in a byte, the even column has the low four bits.
+W = e2m1 · 2^(scale - 127), exact (OCP Microscaling Formats v1.0, §5.3.3). The numbers of E2M1 are ±0, 0.5, 1, 1.5, 2,
+3, 4 and 6. The even column of a pair is in the low four bits of the byte.
 """
 
 from abc import abstractmethod
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
 
     class PowersOfTwo(AbstractDtype):
-        """`PowersOfTwo[Array, "..."]`: exponents in a byte."""
+        """`PowersOfTwo[Array, "..."]`: exponents, one in a byte (E8M0)."""
 
         dtypes = ("float8_e8m0fnu",)
 
@@ -35,11 +35,11 @@ GROUP = 32
 MOST = 6.0
 """The largest number of E2M1."""
 _RMS = (sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8) ** 0.5
-"""Of all sixteen codes."""
+"""The root mean square of all sixteen codes."""
 
 
 class FourBits(QuantizedMatrix):
-    """The numbers of both layouts, which differ in the names and the types of their two tensors."""
+    """The common part of both layouts, which differ in the names and dtypes of their two tensors."""
 
     @property
     @abstractmethod
@@ -49,11 +49,11 @@ class FourBits(QuantizedMatrix):
     def encode(
         self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """Pairs, and floor(log2 amax) - 2 of each group."""
+        """The packed pairs, and the exponent floor(log2 amax) - 2 of each group, by field."""
         return dict(zip(self.STORED, encoded(numbers), strict=True))
 
     def steps(self, field: str) -> tuple[int | None, int | None]:
-        """Rows and columns of W that an element of this tensor stands for."""
+        """Rows and columns of W that one element of this tensor describes."""
         return dict(zip(self.STORED, ((1, 2), (1, GROUP)), strict=True)).get(field, (1, 1))
 
     @property
@@ -69,7 +69,7 @@ class FourBits(QuantizedMatrix):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """bfloat16, which has every E2M1 number times every power of two of float32."""
+        """bfloat16, which represents every E2M1 number times a power of two exactly."""
         return jnp.dtype(jnp.bfloat16)
 
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
@@ -98,7 +98,7 @@ class Mxfp4(FourBits, CompressedTensors):
 
     @staticmethod
     def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """One kind of numbers, in groups of one size."""
+        """The values that ling3 reads: E2M1 in groups of 32."""
         del weights
         own = {"num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (GROUP,)}
         return own | {"scale_dtype": ("torch.uint8", "uint8", None)}
@@ -111,7 +111,7 @@ class Mxfp4(FourBits, CompressedTensors):
 
     @staticmethod
     def weights(options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the one kind."""
+        """The `weights` fields of this format."""
         del options
         return {"num_bits": 4, "type": "float", "group_size": GROUP, "scale_dtype": "torch.uint8"}
 
@@ -154,7 +154,7 @@ class Fp4(FourBits):
 def numbers_of(
     packed: UInt8[Array, "*batch bytes"], scale: UInt8[Array, "*batch groups"]
 ) -> Float32[Array, "*batch inner"]:
-    """The numbers of pairs of E2M1 and their exponents."""
+    """Decodes pairs of E2M1 and their exponents to float32."""
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1).astype(jnp.int32)
     exponent = codes >> 1 & 3
     normal = (exponent + 126) << 23 | (codes & 1) << 22  # 2^(exponent - 1) · (1 + mantissa / 2)
@@ -166,7 +166,7 @@ def numbers_of(
 def encoded(
     numbers: Float32[np.ndarray, "rows columns"],
 ) -> tuple[Shaped[np.ndarray, "rows bytes"], Shaped[np.ndarray, "rows groups"]]:
-    """Pairs of E2M1, and the exponent of each group: floor(log2 amax) - 2, at which 6 or less is left of amax / 2^e."""
+    """Pairs of E2M1, and the exponent e = floor(log2 amax) - 2 of each group: amax / 2^e is in [4, 8), clipped to 6."""
     groups = numbers.reshape(numbers.shape[0], -1, GROUP)
     amax = np.abs(groups).max(axis=-1)
     exponent = np.where(amax > 0, np.clip(np.frexp(amax)[1] - 1 - 2, -127, 127), -127)

@@ -1,1 +1,1 @@
-"""A model looked into: traces, ablations and their table, its shape on paper."""
+"""Tools to look into a model: traces, ablations, and reports of its structure, kernels and sharding."""

@@ -1,20 +1,20 @@
-"""Ablations: a trained model with one mechanism left out or its law changed, which is still a model.
+"""Ablations: functions that leave out one mechanism of a trained model, or change its formula.
 
-Each function returns a new model that shares every weight it keeps. A mechanism is found by the field that a module has
-for it (`MECHANISMS`) and can be left out where that field may be None, whatever the model's family. `layers` are
-0-based; None means every layer with the mechanism. Formulas are in the symbols of `ling3.layers`. Kimi Linear
-(arXiv 2510.26692), Table 1, trains models without output gates and without short convolutions.
+Each returns a new model that shares every weight it keeps. A mechanism is found by the field that a module has for it
+(`MECHANISMS`) and can be left out if that field may be None, in any model family. `layers` are 0-based; None means
+every layer with the mechanism. Formulas are in the symbols of `ling3.layers`. Kimi Linear (arXiv 2510.26692), Table 1,
+trains models without output gates and without short convolutions.
 
     model = ling3.load("nano", dtype=jnp.float32)
     without = ling3.ablate.no_output_gate(model, "kda", layers=[0])
 
-An ablated model runs, traces and serves as any other. Where its family's config has a field for the mechanism, as
-Ling-3's has for all of them, the new model's `config` says what is different: then it saves and loads too, and
-`ling3.init(ablated.config, key=...)` is the same architecture with fresh weights, to be trained from scratch.
-(`drop_experts` and `no_routed_experts` change the model alone.)
+An ablated model runs, traces and serves like any other. If its family's config has a field for the mechanism, as
+Ling-3's has for all of them, the new model's `config` records the change: then it can be saved and loaded, and
+`ling3.init(ablated.config, key=...)` gives the same architecture with fresh weights, to train from scratch.
+(`drop_experts` and `no_routed_experts` change only the model.)
 
-All functions raise ValueError where the model or one of the layers does not have the mechanism, and list what there
-is. Cutting again what is cut already changes nothing.
+All functions raise ValueError if the model or one of the layers does not have the mechanism, and list those that it
+has. Repeating an ablation changes nothing.
 """
 
 import dataclasses
@@ -55,17 +55,17 @@ MECHANISMS = {
     "routing bias": "expert_bias",
     "shared expert": "shared_experts",
 }
-"""The field by which a decoder layer, its attention, its mixture of experts or its router has a mechanism: a regular
-expression."""
+"""For each mechanism, a regular expression for the name of its field in a decoder layer, its attention, its mixture of
+experts or its router."""
 
 DROPPED = -1e4
 """The routing bias of a dropped expert: below any score, and finite."""
 
 
 def having(model: CausalLM, mechanism: str, uncut: bool = False) -> dict[int, Any]:
-    """The module with this mechanism in each layer that has one: it has a field for it that may be None, or a count.
+    """For each layer with this mechanism, the module that has a field for it, which may be None or is an int.
 
-    A module that the mechanism was cut from counts, too, unless `uncut`.
+    A module whose mechanism was cut is included too, unless `uncut`.
     """
     found = {}
     for i, layer in enumerate(model.model.layers):
@@ -77,7 +77,7 @@ def having(model: CausalLM, mechanism: str, uncut: bool = False) -> dict[int, An
 
 
 def _fields(module: Any, pattern: str) -> list[str]:
-    """The fields of a module with such a name that may be None, or are whole numbers."""
+    """The fields of a module whose names match `pattern` and whose values may be None or are ints."""
     fields = dataclasses.fields(module) if isinstance(module, eqx.Module) else ()
     stated = {x.name: typing.get_args(x.type)[0] if hasattr(x.type, "__metadata__") else x.type for x in fields}
     optional = [name for name, kind in stated.items() if kind is int or types.NoneType in typing.get_args(kind)]
@@ -85,7 +85,7 @@ def _fields(module: Any, pattern: str) -> list[str]:
 
 
 def inventory(model: CausalLM) -> str:
-    """The mechanisms that can be cut from this model, and their layers, in words."""
+    """Lists the mechanisms that can be cut from this model, with their layers, as text."""
     found = {name: sorted(having(model, name)) for name in MECHANISMS}
     return "; ".join(f"{name} in layers {layers}" for name, layers in found.items() if layers)
 
@@ -93,7 +93,7 @@ def inventory(model: CausalLM) -> str:
 def no_output_gate(model: CausalLM, kind: str | None = None, layers: Layers = None) -> CausalLM:
     """No output gate: KDA's y = o_proj(RMSNorm(o)), MLA's y = dense(o).
 
-    `kind` is the class of attention, in any case: `"kda"`, for instance. All classes without it.
+    `kind` is the class name of the attention, in upper or lower case, such as `"kda"`; None means all classes.
     """
     return _cut(model, "output gate", layers, "none", kind, g_proj=None, gate_law="none")
 
@@ -105,10 +105,10 @@ def mean_output_gate(
     layers: Layers = None,
     valid: Bool[Array, "batch seq"] | None = None,
 ) -> CausalLM:
-    """Each gate held at its mean over `tokens`: sigmoid(g_proj(x)) becomes one number per channel (KDA) or head (MLA).
+    """Each gate fixed at its mean over `tokens`: sigmoid(g_proj(x)) becomes one number per channel (KDA) or head (MLA).
 
-    The mean is over the `valid` tokens (all without it). The means are those of `model` as it is given, so the first
-    ablated layer sees just what they were taken over. Raises ValueError where a gate is no sigmoid of `g_proj(x)`.
+    The mean is over the `valid` tokens (by default all). It is taken in `model` as given, so only the first ablated
+    layer sees the inputs that it was taken over. Raises ValueError if a gate is not sigmoid(g_proj(x)).
     """
     chosen = _chosen(model, "output gate", layers, kind)
     seen = trace(model, tokens, logit_lens=False)
@@ -127,10 +127,10 @@ def mean_output_gate(
 
 
 def lower_bound(model: CausalLM, bound: float | None, layers: Layers = None) -> CausalLM:
-    """KDA's decay under another law, with the same weights.
+    """Changes the formula of KDA's decay, with the same weights.
 
-    g = bound · sigmoid(exp(A_log) · (f + dt_bias)) for a number, so every log decay is scaled by bound / old bound;
-    g = -exp(A_log) · softplus(f + dt_bias), Kimi-Linear's law, for None.
+    For a number, g = bound · sigmoid(exp(A_log) · (f + dt_bias)), which scales every log decay by bound / old bound.
+    For None, g = -exp(A_log) · softplus(f + dt_bias), which is Kimi-Linear's formula.
     """
     bound = None if bound is None else float(bound)
     return _cut(model, "decay bound", layers, bound, lower_bound=bound)
@@ -142,22 +142,22 @@ def no_decay(model: CausalLM, layers: Layers = None) -> CausalLM:
 
 
 def fixed_beta(model: CausalLM, beta: float, layers: Layers = None) -> CausalLM:
-    """b = `beta` in KDA for all tokens, instead of sigmoid(b_proj(x)): 1 replaces what a key held, 0 writes nothing."""
+    """b = `beta` in KDA for all tokens, instead of sigmoid(b_proj(x)): 1 replaces a key's value, 0 writes nothing."""
     return _cut(model, "writing strength", layers, float(beta), beta=float(beta), b_proj=None)
 
 
 def no_short_conv(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """q, k, v = silu(W x) in KDA: without the convolutions, a key depends on its own token alone."""
+    """q, k, v = silu(W x) in KDA: without the convolutions, a key depends only on x at its token."""
     return _cut(model, "short convolution", layers, False, **{MECHANISMS["short convolution"]: None})
 
 
 def no_rope(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """Nothing is rotated: scores depend on contents and on the mask, and on no distance."""
+    """Queries and keys are not rotated: scores depend on contents and on the mask, not on distance."""
     return _cut(model, "rotary embedding", layers, False, **{MECHANISMS["rotary embedding"]: None})
 
 
 def no_qk_norm(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """Queries and keys of grouped-query attention as the projections give them, without Qwen3's norms per head."""
+    """Grouped-query attention without Qwen3's norms of each head's query and key."""
     return _cut(model, "norms of q and k", layers, False, **{MECHANISMS["norms of q and k"]: None})
 
 
@@ -167,14 +167,14 @@ def no_sink(model: CausalLM, layers: Layers = None) -> CausalLM:
 
 
 def window_only(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """No compressed entries in DeepSeek-V4: a query sees its sliding window alone."""
+    """No compressed entries in DeepSeek-V4: a query sees only its sliding window."""
     return _cut(model, "compressed entries", layers, False, **{MECHANISMS["compressed entries"]: None})
 
 
 def compressed_only(model: CausalLM, layers: Layers = None) -> CausalLM:
-    """No sliding window in DeepSeek-V4: a query sees compressed entries alone, and of an incomplete one nothing.
+    """No sliding window in DeepSeek-V4: a query sees only compressed entries, and only complete ones.
 
-    Without `layers`, in those that have compressed entries.
+    By default in all layers that have compressed entries.
     """
     having_both = sorted(having(model, "compressed entries", uncut=True))
     return _cut(model, "sliding window", having_both if layers is None else layers, None, sliding_window=None)
@@ -186,9 +186,9 @@ def one_stream(model: CausalLM) -> CausalLM:
 
 
 def sinkhorn_iterations(model: CausalLM, iterations: int) -> CausalLM:
-    """So many iterations in each hyper-connection; after fewer, the matrices are less doubly stochastic.
+    """Sets the Sinkhorn iterations of each hyper-connection; with fewer, matrices are less close to doubly stochastic.
 
-    At least 1, which divides the columns by their sums once.
+    One iteration only divides the columns by their sums. Raises ValueError for fewer than one.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}, expected at least 1")
@@ -198,7 +198,7 @@ def sinkhorn_iterations(model: CausalLM, iterations: int) -> CausalLM:
 def _reconnected(
     model: CausalLM, change: Callable[[HyperConnection], HyperConnection | None], head: HyperHead | None
 ) -> CausalLM:
-    """The model with other hyper-connections in every layer, and this head of the streams."""
+    """The model with changed hyper-connections in every layer, and `head` to merge the streams."""
     if model.model.hc_head is None:
         raise ValueError("this model has one residual stream: there are no hyper-connections that could be cut")
 
@@ -210,7 +210,7 @@ def _reconnected(
 
 
 def no_attention(model: CausalLM, layers: Sequence[int]) -> CausalLM:
-    """h = x in these layers: neither attention nor memory, only the feed-forward."""
+    """h = x in these layers: no attention and no memory, only the feed-forward."""
     return _cut(model, "attention", layers, "none", attention=None)
 
 
@@ -235,7 +235,7 @@ def no_shared_expert(model: CausalLM, layers: Layers = None) -> CausalLM:
 def no_routed_experts(model: CausalLM, layers: Layers = None) -> CausalLM:
     """y = shared_experts(x), without Σ w_e · expert_e(x): the weights w of the chosen experts become 0.
 
-    The routed scaling factor that a config states is greater than 0: the model's config does not say what is cut.
+    The model's config does not record this, because its routed scaling factor must be greater than 0.
     """
     chosen = _chosen(model, "experts per token", layers)
     silent = [dataclasses.replace(router, scaling=0.0) for router in chosen.values()]
@@ -243,9 +243,9 @@ def no_routed_experts(model: CausalLM, layers: Layers = None) -> CausalLM:
 
 
 def drop_experts(model: CausalLM, experts: Sequence[int], layers: Layers = None) -> CausalLM:
-    """These experts are never chosen: their routing bias becomes -10,000, and others take their place.
+    """These experts are never chosen: their routing bias becomes -10,000, so others take their place.
 
-    Raises ValueError if some choice of groups could leave a token with fewer experts than it takes.
+    Raises ValueError if a token could be left with fewer experts than it takes, for some choice of groups.
     """
     chosen, dropped, edits = _chosen(model, "routing bias", layers), sorted(set(experts)), {}
     for i, gate in chosen.items():
@@ -272,11 +272,11 @@ def variant(
     fill: Mapping[str, Float[Array, "..."]] | None = None,
     **fields: Any,
 ) -> CausalLM:
-    """The model with other values of its config's `fields`, in all layers or in some.
+    """The model with other values of its config's `fields`, in all layers or in `layers`.
 
-    The module tree of the new config is filled with the old model's arrays, path by path; what has no place there is
-    left out. `fill` has arrays for paths that the old model lacks, or has in another shape. Raises ValueError where an
-    array is still lacking: such a model has to be trained, not cut.
+    The module tree of the new config is filled with the old model's arrays of the same path and shape; its other arrays
+    are dropped. `fill` has arrays for paths that the old model lacks, or has in another shape. Raises ValueError if an
+    array is still missing: such a model has to be trained, not cut.
     """
     config = family_of(model.config).vary(model.config, layers, fields)
     target = dataclasses.replace(structure(config, model.dtype), origin=model.origin)
@@ -293,7 +293,7 @@ def variant(
 
 
 def _chosen(model: CausalLM, mechanism: str, layers: Layers, kind: str | None = None) -> dict[int, Any]:
-    """The modules to change, by layer. Raises ValueError where a layer lacks the mechanism, or all of them do."""
+    """The modules to change, by layer. Raises ValueError if one of `layers`, or the model, lacks the mechanism."""
     found, what = having(model, mechanism), mechanism
     if kind is not None:
         found = {i: module for i, module in found.items() if type(module).__name__.lower() == kind.lower()}
@@ -311,7 +311,7 @@ def _chosen(model: CausalLM, mechanism: str, layers: Layers, kind: str | None = 
 def _cut(
     model: CausalLM, mechanism: str, layers: Layers, value: Any, kind: str | None = None, **fields: Any
 ) -> CausalLM:
-    """The model with these values of its modules' fields, and `value` for the mechanism in its config."""
+    """Sets these `fields` in the modules with the mechanism, and `value` for the mechanism in the config."""
     chosen = _chosen(model, mechanism, layers, kind)
     return _edited(model, mechanism, chosen, dict.fromkeys(chosen, fields), value)
 
@@ -319,7 +319,7 @@ def _cut(
 def _edited(
     model: CausalLM, mechanism: str, chosen: Mapping[int, Any], edits: Mapping[int, Mapping[str, Any]], value: Any
 ) -> CausalLM:
-    """The model with new fields in each chosen module, and with its family's words for that in its config."""
+    """Sets new fields in each chosen module, and the config field that the family has for the mechanism."""
     if not chosen:
         return model
     new = []

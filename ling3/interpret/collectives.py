@@ -1,4 +1,4 @@
-"""The collectives of a program on a mesh, read from its HLO text."""
+"""Reads the collectives of a program on a mesh from its HLO text."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ SENT = {
     "collective-permute": lambda result, devices: result,
     "collective-broadcast": lambda result, devices: result,
 }
-"""The kinds, and the bytes that a device sends in a ring for a result of so many: no algorithm needs fewer."""
+"""For each kind, the bytes that a device sends in a ring for a result of `result` bytes: no algorithm needs fewer."""
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<result>.*?) (?P<op>[a-z][a-z\-]*)\((?P<rest>.*)$")
@@ -36,7 +36,7 @@ SIZE = re.compile(r"([^,=]+)=(\d+)")
 ALONG = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?")
 NAME = re.compile(r'op_name="([^"]*)"')
 OF_NO_MODULE = re.compile(r"shard_map|while|body|cond|branch_\d+_fun|closed_call|.*\(.*|")
-"""Parts of an operation's name that are transformations, and not the name of a module."""
+"""Parts of an operation's name that come from transformations, not from modules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,42 +46,42 @@ class Collective:
     kind: str
     """all-gather, all-reduce, …"""
     source: str
-    """The module in which it stands, `layers.0.attention.o_proj`; empty for one outside all modules.
+    """The module that it belongs to, such as `layers.0.attention.o_proj`; empty outside all modules.
 
-    Several that the compiler has joined stand with a plus.
+    The sources of collectives that the compiler has merged are joined by a plus.
     """
     result: str
-    """Type and shape of what each device gets: `bf16[64,1,2048]`."""
+    """Type and shape of each device's result: `bf16[64,1,2048]`."""
     bytes: int
-    """Of the result."""
+    """Size of the result on each device."""
     devices: int
-    """How many exchange something with each other."""
+    """Number of devices in a group that communicates."""
     axes: tuple[str, ...]
-    """Along these axes of the mesh; none if their groups are those of no axes."""
+    """Axes of the mesh along which the groups communicate."""
     times: int
-    """How often, where each loop of unknown length is run once."""
+    """Number of executions, with one for each loop of unknown length."""
     loops: int = 0
-    """Loops of unknown length around it."""
+    """Number of enclosing loops of unknown length."""
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends each time, and receives: those of a ring."""
+        """Bytes that a device sends, and receives, per execution in a ring."""
         return SENT[self.kind](self.bytes, self.devices)
 
 
 def collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """The collectives of a program on a mesh of such sizes, as its HLO text has them, in the order of execution.
+    """The collectives in the HLO text of a program, in order of execution; `mesh` has the sizes of the mesh axes.
 
-    `hlo` is `compiled.as_text()`, or `lowered.as_text("hlo", debug_info=True)` for the program before the compiler.
-    One that is started and waited for (`all-gather-start`) counts once, one in a branch as if that were taken, and one
-    among the devices of an axis of one not at all.
+    `hlo` is `compiled.as_text()`, or `lowered.as_text("hlo", debug_info=True)` for the program before compilation.
+    An asynchronous collective (`all-gather-start` and `-done`) counts once, one in a branch as if the branch were
+    taken, and one in groups of a single device not at all.
     """
     computations, entry = _computations(hlo)
     return tuple(_of(computations, entry, mesh, 1, 0))
 
 
 def by_source(found: tuple[Collective, ...]) -> tuple[Collective, ...]:
-    """The same, with those of several layers that are alike as one: `layers.*.attention.o_proj`, so many times."""
+    """Merges collectives that differ only in their layer (`layers.*.attention.o_proj`), adding up their `times`."""
     alike: dict[Collective, int] = {}
     for each in found:
         source = re.sub(r"\blayers\.\d+", "layers.*", each.source)
@@ -91,7 +91,7 @@ def by_source(found: tuple[Collective, ...]) -> tuple[Collective, ...]:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[re.Match[str]]], str]:
-    """The instructions of each computation, and the name of the one where a program begins."""
+    """The instructions of each computation, and the name of the entry computation."""
     found: dict[str, list[re.Match[str]]] = {}
     entry, own = "", []
     for line in hlo.splitlines():
@@ -108,7 +108,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[re.Match[str]]], str]:
 def _of(
     computations: dict[str, list[re.Match[str]]], name: str, mesh: Mapping[str, int], times: int, loops: int
 ) -> Iterator[Collective]:
-    """Those of one computation and of all that it calls."""
+    """The collectives of one computation and of all computations that it calls."""
     for instruction in computations[name]:
         op, rest = instruction["op"], instruction["rest"]
         if op.endswith(("-done", "-update")):
@@ -129,7 +129,7 @@ def _collective(
     kind: str, result: str, rest: str, mesh: Mapping[str, int], times: int, loops: int, started: bool
 ) -> Collective:
     arrays = ARRAY.findall(result)
-    if started and kind in ("all-gather", "collective-permute"):  # its type has the operands first, and a context last
+    if started and kind in ("all-gather", "collective-permute"):  # its type has operands first and a context last
         arrays = [array for array in arrays if array != ("u32", "")]
         arrays = arrays[len(arrays) // 2 :]
     groups = _groups(rest, math.prod(mesh.values()))
@@ -142,7 +142,7 @@ def _collective(
 def _source(rest: str) -> str:
     name = NAME.search(rest)
     outer, _, joined = name[1].rpartition("/(") if name else ("", "", "")
-    # Several that the compiler has joined are named `layers.0/mlp/(experts/psum:shared_experts/down_proj/psum)`.
+    # Merged collectives are named `layers.0/mlp/(experts/psum:shared_experts/down_proj/psum)`.
     names = [f"{outer}/{part}" for part in joined.removesuffix(")").split(":")] if outer else [joined]
     modules = ([part for part in each.split("/")[:-1] if not OF_NO_MODULE.fullmatch(part)] for each in names)
     return " + ".join(dict.fromkeys(".".join(module) for module in modules))
@@ -150,14 +150,14 @@ def _source(rest: str) -> str:
 
 def _bytes(dtype: str, shape: str) -> int:
     bits = re.search(r"\d+", dtype)
-    return math.prod(_numbers(shape)) * (int(bits[0]) if bits else 8) // 8  # pred has none, and takes a byte
+    return math.prod(_numbers(shape)) * (int(bits[0]) if bits else 8) // 8  # pred has no digits and takes a byte
 
 
 def _groups(rest: str, devices: int) -> list[list[int]]:
-    """The devices that exchange with each other, or pairs of source and target.
+    """The groups of devices that communicate, or pairs of source and target.
 
-    Lists of them, `{{0,1},{2,3}}`; an array's rows, `[2,2]<=[4]`; or axes of a mesh, `mesh['data'=2,'tensor'=2]
-    {'tensor'}`, which is what jax 0.11 writes. With no groups, all devices are one.
+    HLO has them as lists, `{{0,1},{2,3}}`; as rows of an array, `[2,2]<=[4]`; or, since jax 0.11, as axes of a mesh,
+    `mesh['data'=2,'tensor'=2] {'tensor'}`. Without groups, all devices form one.
     """
     if (iota := IOTA.search(rest)) is not None:
         shape, whole, order = (_numbers(numbers or "") for numbers in iota.groups())
@@ -173,16 +173,16 @@ def _groups(rest: str, devices: int) -> list[list[int]]:
 
 
 def _groups_of_mesh(found: re.Match[str]) -> list[list[int]]:
-    """The groups along some axes of XLA's own mesh, whose devices are in order or as `device_ids` says.
+    """The groups along some axes of the mesh in the HLO, whose devices are in order unless it has `device_ids`.
 
-    Of an axis there may be only a part: `'x':(2)4` is the middle one of an axis of 2 · 4 · n.
+    An axis may be split into factors: `'x':(2)4` is the middle factor of an axis of size 2 · 4 · n.
     """
     sizes = {name: int(size) for name, size in SIZE.findall(found["sizes"])}
     ids = _numbers(found["listed"] or "") or _ids(
         _numbers(found["whole"] or "") or [*sizes.values()], _numbers(found["order"] or "")
     )
     along = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in ALONG.findall(found["along"])]
-    parts = []  # of each axis, as many as `along` cuts it into: its name, the parts before it and its own size
+    parts = []  # the factors of each axis: its name, the product of the factors before, the factor's size
     for name, size in sizes.items():
         cuts = {1, size} | {cut for own, before, count in along if own == name for cut in (before, before * count)}
         parts += [(name, before, after // before) for before, after in itertools.pairwise(sorted(cuts))]
@@ -198,13 +198,13 @@ def _groups_of_mesh(found: re.Match[str]) -> list[list[int]]:
 
 
 def _ids(whole: list[int], order: list[int]) -> np.ndarray:
-    """The numbers of all devices as an array of that shape, with its dimensions in that order."""
+    """The numbers of all devices as an array of shape `whole`, transposed by `order`."""
     numbers = np.arange(math.prod(whole)).reshape(whole)
     return numbers.transpose(order) if order else numbers
 
 
 def _axes(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest axes of the mesh within which all groups stay."""
+    """The smallest set of mesh axes that contains every group."""
     place = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), tuple(mesh.values())), axis=1)
     names = [*mesh]
     for count in range(len(names) + 1):

@@ -30,7 +30,7 @@ from ling3.ops.swiglu import SWIGLU
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRow:
-    """One array of the module tree: its path, shape and dtype, and the number of published tensors that make it up."""
+    """One array of the module tree: its path, shape and dtype, and the published tensors that make it up."""
 
     path: str
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ class ArrayRow:
     published_shape: tuple[int, ...]
     tensors: int
     parameters: int
-    """The number of weights: of a packed array those of its matrix, and none of scales."""
+    """Number of weights. A packed array counts the elements of its matrix; scales count none."""
 
     @property
     def place(self) -> tuple[int | None, str, str]:
-        """The 0-based decoder layer (None outside the layers), its part (`attention`, `mlp`, …), the path inside."""
+        """The 0-based decoder layer (None outside layers), its part (`attention`, `mlp`, …), and the path in it."""
         match self.path.split(".", 4):
             case ["model", "layers", layer, part, within]:
                 return int(layer), part, within
@@ -52,21 +52,21 @@ class ArrayRow:
 
 @dataclasses.dataclass(frozen=True)
 class PackedCache:
-    """Bytes of a token in packed pages (`cache_dtype="packed"`)."""
+    """Bytes per token in packed pages (`cache_dtype="packed"`)."""
 
     per_token: float
-    """Of its entries, scales included."""
+    """Bytes of its entries, scales included."""
     per_token_in_pages: float
-    """With the padding of the engine's pages."""
+    """Bytes including the padding of the engine's pages."""
     page_size: int
-    """Their tokens."""
+    """Tokens in a page."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a sequence while it is served.
+    """Bytes that a sequence takes while it is served.
 
-    Paged arrays grow with each token. Arrays with a row per slot do not, and are listed by their names in the states.
+    Paged arrays grow with each token. Arrays with a row per slot do not; `state_per_sequence` lists them by name.
     """
 
     cache_per_token: int
@@ -79,8 +79,8 @@ class Memory:
 class ModelReport:
     """A model of any family, described from its configuration alone; `print` it with rich, or take `to_dict()`.
 
-    `model` has a `jax.ShapeDtypeStruct` for each array. `stored` is True if the dtypes are those in the headers of
-    weights at hand, and `problem` says why these headers could not be read.
+    `model` has a `jax.ShapeDtypeStruct` for each array. `stored` is True if the dtypes are from the headers of stored
+    weights, and `problem` says why these headers could not be read.
     """
 
     source: str
@@ -97,12 +97,12 @@ class ModelReport:
 
     @property
     def parameters(self) -> int:
-        """The number of weights in the whole model."""
+        """The number of weights in the model."""
         return sum(row.parameters for row in self.arrays)
 
     @property
     def activated(self) -> int:
-        """The weights that the forward pass of one token uses: without the experts that it does not choose."""
+        """The number of weights used in the forward pass of one token: all but the experts that it does not choose."""
         unused = 0
         for i, router in ablate.having(self.model, "experts per token").items():
             experts = f"model.layers.{i}.mlp.experts."
@@ -112,7 +112,7 @@ class ModelReport:
 
     @property
     def embedding(self) -> int:
-        """The weights of the embedding table, of which a token looks up one row."""
+        """The number of weights in the embedding table, of which a token reads one row."""
         return math.prod(self.model.model.word_embeddings.shape)
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class ModelReport:
             yield from (_line(f"  {row.place[2]}", row, options.max_width) for row in rows)
 
     def _parts(self) -> dict[tuple[str, str, tuple[Any, ...]], list[tuple[int, list[ArrayRow]]]]:
-        """The parts of the decoder layers, each with the layers that have it and their arrays; equal parts are one."""
+        """Groups equal parts of the decoder layers; a group has the layers with this part and their arrays."""
         rows: dict[tuple[int, str], list[ArrayRow]] = {}
         for row in self.arrays:
             layer, part, _ = row.place
@@ -186,14 +186,14 @@ class ModelReport:
 
 
 def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> ModelReport:
-    """Describe a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration; allocates no weight.
+    """Describes a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration, without any weights.
 
-    Shapes come from the configuration. Dtypes are those in the headers of the weights where these lie beside it, else
-    those of a model in `dtype`; caches are counted in `dtype`. From the hub only the configuration is fetched, of
+    Shapes come from the configuration. Dtypes come from the headers of weights in the same directory if there are any,
+    else from a model in `dtype`; caches are counted in `dtype`. From the hub only the configuration is fetched, at
     `revision`: a branch, a tag or a commit.
 
-    Raises ConfigError for a configuration that no registered family reads, and `hub.resolve`'s errors where there is
-    nothing.
+    Raises ConfigError for a configuration that no registered family reads, and the errors of `hub.resolve` if nothing
+    is found.
     """
     stored: dict[str, str] = {}
     problem = None
@@ -232,7 +232,7 @@ def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:
 
 
 def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
-    """From the shapes of the mixers' own states, with one slot and one page of at least 1,024 tokens."""
+    """Computed from the shapes of the mixers' states, with one slot and one page of at least 1,024 tokens."""
     tokens = math.lcm(1024, model.page_multiple)
     states = eqx.filter_eval_shape(lambda: model.empty_states(CacheSpec(1, 1, tokens, dtype)))
     sizes: dict[str, int] = {}
@@ -244,7 +244,7 @@ def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
 
 
 def _packed(model: CausalLM, dtype: DTypeLike) -> PackedCache | None:
-    """From one packed page of every paged array, of the engine's size if the model's entries permit that."""
+    """Computed from one packed page of each paged array, in the engine's page size if the model permits that."""
     size = math.lcm(EngineSettings().page_size, model.page_multiple)
     spec = CacheSpec(1, 1, size, dtype, packed=True)
     pages = () if model.unpackable else pages_of(eqx.filter_eval_shape(lambda: model.empty_states(spec)))
@@ -259,7 +259,7 @@ def _bytes(array: Any) -> int:
 
 
 def _schedule(model: CausalLM) -> Table:
-    """The layers' attentions, up to eight in a row; a new row begins where the first layer's kind comes again."""
+    """The layers' attention kinds, up to eight per row; a new row begins where the first layer's kind comes again."""
     table = Table.grid(padding=(0, 2))
     kinds = [_attention(layer) for layer in model.model.layers]
     dense = [not _sparse(layer) for layer in model.model.layers]
@@ -306,7 +306,7 @@ def _ranges(layers: list[int]) -> str:
 
 
 def _line(path: str, row: ArrayRow, width: int) -> Text:
-    """An array in columns, then what the checkpoint has instead: on a second line where `width` is too small."""
+    """An array in columns, then its published name and shape if different, on a second line if `width` is too small."""
     line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
         published = f"{row.published.removeprefix(row.path.removesuffix(row.place[2]))} {list(row.published_shape)}"

@@ -1,4 +1,4 @@
-"""The form that each of a model's operators runs on, with the reason: `ling3 inspect --kernels`."""
+"""Reports the form, kernel or plain, in which each operator of a model runs, and why: `ling3 inspect --kernels`."""
 
 import collections
 import dataclasses
@@ -19,12 +19,12 @@ from ling3.model import CausalLM
 from ling3.ops.forms import LOG, RUNS
 
 CALLS = {"decode": (16, 1), "prefill": (1, 512)}
-"""The rows and tokens of an engine's calls, by default."""
+"""The calls that are traced, with the rows and tokens of an engine's calls by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FormRow:
-    """How often an operator of one call runs in a form, or is found not to suit its kernel for one reason."""
+    """How often an operator of one call runs in a form, and why: it runs a kernel, or a kernel did not suit it."""
 
     operator: str
     call: str
@@ -53,7 +53,7 @@ class KernelReport:
 
 
 class _Noting(logging.Handler):
-    """Counts the operators and reasons that forms log."""
+    """Counts the (operator, reason) pairs that `ling3.ops.forms` logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -65,9 +65,9 @@ class _Noting(logging.Handler):
 
 
 def report(source: str, model: CausalLM, execution: Execution | None = None) -> KernelReport:
-    """The forms that a model's calls run on, by default on this machine. Calls are traced, and no weight is read.
+    """Reports the forms in which a model's operators run, by default on this machine.
 
-    Kernels in C++ are compiled for it, if they are not yet.
+    The calls are only traced, and no weight is read. C++ kernels are compiled for this if they are not yet.
     """
     execution = Execution.default() if execution is None else execution
     forms = {name: form for name, form in vars(execution).items() if callable(form)}
@@ -101,6 +101,6 @@ def _logged(model: CausalLM, execution: Execution, batch: int, tokens: int) -> c
 
 
 def _place(form: Any) -> str:
-    """`cpu.kda` for a form in `ling3.ops.cpu.kda`, and `plain` for one of `ling3.ops`' own files."""
+    """`cpu.kda` for a form in `ling3.ops.cpu.kda`, `plain` for a form directly in `ling3.ops`."""
     name = str(getattr(form, "__module__", type(form).__name__)).removeprefix("ling3.ops.")
     return name if "." in name else "plain"

@@ -1,6 +1,6 @@
-"""A forward pass as a page to look into: tokens in a row, and what each layer does with the one under the pointer.
+"""A forward pass as a web page: the tokens in a row, and what each layer does at the token under the pointer.
 
-The page is one file (`look.html`) that loads nothing: the numbers stand in it as JSON, and its own script draws them.
+The page is made from the template `look.html` and loads nothing: it has the data as JSON and a script that draws them.
 """
 
 import base64
@@ -36,21 +36,21 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Int[np.ndarray, " t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Look:
-    """A page about one forward pass. As the last value of a notebook's cell it is shown there."""
+    """A page about one forward pass; a notebook displays it as the last value of a cell."""
 
     html: str
-    """The page, whole: it needs no other file and no network."""
+    """The complete page: it needs no other file and no network."""
     data: Mapping[str, Any]
-    """What the page shows, as it stands in it: plain values, for JSON."""
+    """The data that the page contains and shows: plain values, for JSON."""
     trace: Trace
-    """The pass itself, with all digits, without the logit lens's logits."""
+    """The trace of the pass, with all digits, without the logit lens's logits."""
 
     def __repr__(self) -> str:
         tokens, layers = (len(self.data[name]) for name in ("tokens", "layers"))
         return f"<Look into {tokens} tokens and {layers} layers: a page of {len(self.html) / 1e3:,.0f} kB>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page as a file, whole or not at all, in place of one that is there."""
+        """Writes the page to a file atomically, replacing an existing one."""
         path = pathlib.Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
@@ -60,7 +60,7 @@ class Look:
             part.unlink(missing_ok=True)
 
     def _repr_html_(self) -> str:
-        """The page in a frame, so that its styles are its own."""
+        """The page in an iframe, which isolates its styles."""
         style = f"width:100%;height:{HEIGHT}px;border:1px solid #8888;border-radius:6px;resize:vertical"
         page = html.escape(self.html)
         return f'<iframe title="ling3.look" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
@@ -75,19 +75,19 @@ def look(
     longest: int = LONGEST,
     title: str = "A forward pass",
 ) -> Look:
-    """One forward pass over `prompt`, a text, a chat (messages) or token ids, as a page to look into.
+    """Makes a web page of one forward pass over `prompt`: a text, a chat (messages) or token ids.
 
-    For each token and layer it has KDA's half-lives ln 2 / -g per head, writing strength beta, |k uᵀ| (what was
-    written), |S| and gates, the signed weights a_tj of what was read (MLA's are the softmax's), the experts' scores and
-    the chosen ones' weights, the logit lens's five likeliest tokens, and norms. Of an attention that is neither it has
-    the arrays that `trace` has, by name. `new_tokens` lets the model go on first, by its likeliest tokens, and its
-    answer is looked into too; without a tokenizer tokens are shown as ids.
+    For each token and layer it shows KDA's half-lives ln 2 / -g per head, writing strength beta, |k uᵀ| (what was
+    written), |S| and gates, the signed weights a_tj of what was read (for MLA the softmax weights), the experts' scores
+    and the weights of the chosen ones, the logit lens's five likeliest tokens, and norms. For other attentions it shows
+    the arrays of `trace`, by name. With `new_tokens` the model first generates that many, greedily, and the page covers
+    its answer too. Without a tokenizer, tokens are shown as ids.
 
     Maps and router scores are rounded to float16, other numbers to 4 digits; `Look.trace` has all digits. A page takes
     about layers · heads · tokens · (1.4 tokens + 80) bytes, hence `longest`.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, text without a tokenizer, more than `longest`
-    tokens or more than the model's context, before any work; FloatingPointError if the logits are NaN.
+    Before any work, raises ValueError for an empty prompt, ids outside the vocabulary, text without a tokenizer, and
+    more tokens than `longest` or the model's context. Raises FloatingPointError if the logits are NaN.
     """
     config = model.config
     ids = check_prompt(_ids(prompt, tokenizer), config.vocab_size)
@@ -108,19 +108,19 @@ def look(
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page that shows `data`; its texts are data there, and no HTML, and its policy lets nothing be loaded."""
+    """The page that shows `data`. Texts in it cannot become HTML, and its security policy blocks all loading."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     policy = f"default-src 'none'; script-src {_hashed('script')}; style-src {_hashed('style')}"
     before, after = TEMPLATE.split("{{data}}")
     title = html.escape(data["title"]).encode("utf-8", "replace").decode("utf-8")
     before = before.replace("{{policy}}", policy).replace("{{title}}", title)
-    # With no < in it, no text ends the element that it stands in. Lone surrogates have no form in UTF-8.
+    # Without <, no text can close the element around it. Lone surrogates cannot be encoded in UTF-8.
     text = text.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{before}{text}{after}"
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token's text, with bytes that are a part of a character as `\\xe4`; `#5` for token 5 where there is none."""
+    """A token's text, with bytes of incomplete characters as `\\xe4`; `#5` for token 5 if it has no text."""
     text = b"" if tokenizer is None else tokenizer.token_bytes(token)
     return text.decode("utf-8", "backslashreplace") or f"#{token}"
 
@@ -135,7 +135,7 @@ def _ids(prompt: Any, tokenizer: Tokenizer | None) -> Any:
 
 
 def check_page_length(prompt: int, new_tokens: int, longest: int, context: int) -> None:
-    """ValueError where so many tokens are too many for a page or the model's context, and for senseless numbers."""
+    """Raises ValueError if a page or the model's context has no room for all tokens, or if an argument is invalid."""
     for name, value, least in (("new_tokens", new_tokens, 0), ("longest", longest, 1)):
         if not is_whole(value) or value < least:
             raise ValueError(f"{name} is {shown(value)}, expected a whole number >= {least}")
@@ -151,6 +151,6 @@ def check_page_length(prompt: int, new_tokens: int, longest: int, context: int) 
 
 
 def _hashed(tag: str) -> str:
-    """What an inline element must contain, as a source of a Content-Security-Policy."""
+    """The hash of the template's inline `tag` element, as a source in a Content-Security-Policy."""
     [inside] = re.findall(f"<{tag}>(.*?)</{tag}>", TEMPLATE, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""The data of the page of `ling3.look`: a forward pass in plain values."""
+"""The data of the page of `ling3.look`: a forward pass as plain values."""
 
 import base64
 import dataclasses
@@ -17,11 +17,11 @@ from ling3.version import __version__
 
 LIKELIEST = 5  # tokens of the logit lens
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-MOST_VALUES = 64  # of another attention's array for each token; of a larger one the page has norms
+MOST_VALUES = 64  # per token, in an array of another attention; for larger ones the page has norms
 
 
 class Lens(eqx.Module):
-    """The logit lens after a layer: the likeliest tokens, and how likely the text's own is."""
+    """The logit lens after a layer: the likeliest tokens, and the probability of the text's next token."""
 
     tokens: Int32[Array, "batch seq top_k"]
     likely: Float32[Array, "batch seq top_k"]
@@ -30,7 +30,7 @@ class Lens(eqx.Module):
 
 @eqx.filter_jit
 def seen(model: CausalLM, tokens: Int[Array | np.ndarray, "batch seq"]) -> tuple[Trace, tuple[Lens, ...]]:
-    """The trace without the lens's logits, and the lens after each layer, so that no layer's logits are kept."""
+    """The trace, with a `Lens` for each layer in place of its logits, which would take too much memory."""
     whole = trace(model, tokens)
     layers, lenses = [], []
     for layer in whole.layers:
@@ -50,7 +50,7 @@ def _lens(logits: Float32[Array, "batch seq vocab"], tokens: Int[Array, "batch s
 def content(
     model: CausalLM, whole: Trace, lenses: tuple[Lens, ...], text: Callable[[int], str], prompt: int, title: str
 ) -> dict[str, Any]:
-    """The page's data, of a batch of one sequence of which the first `prompt` tokens were given."""
+    """The page's data, for a batch of one sequence whose first `prompt` tokens are the prompt."""
     tokens = np.asarray(whole.tokens[0]).tolist()
     named = {int(token) for lens in lenses for token in np.unique(np.asarray(lens.tokens))}
     return {
@@ -91,7 +91,7 @@ def _attention(inside: KDATrace | MLATrace | dict[str, Array | None] | None, seq
         case KDATrace():
             rates = -np.asarray(inside.decay[0], np.float32)
             return {
-                # Nats per token, at the quartiles over channels: those of ln 2 / rate in reverse.
+                # Quartiles over channels, in nats per token; the half-lives ln 2 / rate have them in reverse order.
                 "rate": _rounded(np.moveaxis(np.quantile(rates, QUARTILES, axis=-1, method="nearest"), 0, -1)),
                 "beta": _rounded(inside.beta[0]),
                 "gate": None if inside.gate is None else _rounded(jnp.mean(inside.gate[0], axis=-1)),
@@ -108,9 +108,9 @@ def _attention(inside: KDATrace | MLATrace | dict[str, Array | None] | None, seq
 
 
 def _array(name: str, x: Array, seq: int) -> dict[str, Any]:
-    """An array of any mixer: the values of each token, or norms over the last axis, or over all of a token's numbers.
+    """An array of any mixer: each token's values, or their norms over the last axis, or one norm per token.
 
-    Of one without an axis of tokens there is the shape alone.
+    For an array without a token axis, only its shape.
     """
     if x.shape[:2] != (1, seq):
         return {"name": name, "shape": list(x.shape), "shown": "shape", "values": None}
@@ -132,18 +132,18 @@ def _moe(inside: MoETrace) -> dict[str, Any]:
 
 
 def _triangle(attention_map: Float[Array, "heads seq seq"]) -> dict[str, Any]:
-    """The map's rows, each up to its own token. float16 has them: |a_tj| <= beta / sqrt(key), and 1 of a softmax."""
+    """The map's rows, each up to its token. float16 has their range: |a_tj| <= beta / sqrt(key), or 1 for a softmax."""
     rows, columns = np.tril_indices(attention_map.shape[-1])
     return _packed(np.asarray(attention_map)[:, rows, columns])
 
 
 def _packed(x: Array | np.ndarray) -> dict[str, Any]:
-    """Many numbers as the base64 of float16, little-endian."""
+    """A large array as base64 of little-endian float16."""
     return {"shape": list(x.shape), "f16": base64.b64encode(np.asarray(x, "<f2").tobytes()).decode()}
 
 
 def _rounded(x: Array | np.ndarray) -> Any:
-    """Lists of numbers with 4 digits; null for what is not finite."""
+    """Nested lists of numbers with 4 digits, and None for those that are not finite."""
 
     def each(value: Any) -> Any:
         if isinstance(value, list):

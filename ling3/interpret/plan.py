@@ -1,4 +1,4 @@
-"""The report of `ling3 inspect --plan`: an engine's programs on a mesh, from the compiler, without any weights."""
+"""The report of `ling3 inspect --plan`: costs of an engine's programs on a mesh, from the compiler, without weights."""
 
 import dataclasses
 import math
@@ -32,21 +32,21 @@ from ling3.model import CausalLM
 from ling3.ops.spread import Spread
 
 FOR_CPUS = "XLA for CPUs"
-"""The compiler of fake devices."""
+"""The name of the compiler for fake devices."""
 PLATFORMS = ("cpu", "tpu", "cuda")
-"""Those for which a program is lowered, whether or not their compiler is there."""
+"""Platforms for which lowering is tried, whether or not their compiler is installed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The work that an engine is asked to do, by the names of its settings."""
+    """The load of an engine, in fields named like its settings."""
 
     max_running_requests: int = 64
-    """Over all groups of devices."""
+    """Requests over all groups of devices."""
     max_model_len: int = 8192
-    """Tokens of each request, for which there are pages."""
+    """Tokens of each request, all of which have pages."""
     chunked_prefill_size: int = 512
-    """Of one request in each group."""
+    """Prompt tokens of a call, for one request in each group."""
     page_size: int = 256
 
     def __post_init__(self) -> None:
@@ -57,31 +57,31 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiler's account of a program, on each device."""
+    """The compiler's figures for a program, per device."""
 
     compiler: str
     temporaries: int
-    """Bytes that it takes while it runs, besides weights, state and results."""
+    """Bytes in use while it runs, besides weights, state and results."""
     results: int
-    """Bytes of its results that are not written over its inputs."""
+    """Bytes of results that do not reuse the memory of donated inputs."""
     collectives: tuple[Collective, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One of the engine's programs, and what each device has to do in it at least."""
+    """One of the engine's programs, and the least work that each device does in it."""
 
     name: str
     tokens: int
-    """Of all groups of devices, in one run (or one step of decode)."""
+    """Tokens over all groups of devices, in one run (or one step of decode)."""
     collectives: tuple[Collective, ...]
-    """As the program has them, before any compiler: in the dtypes that accelerators exchange."""
+    """Collectives before compilation, in the dtypes that accelerators exchange."""
     read: int
-    """Bytes of weights and state that are read or written."""
+    """Bytes of weights and state that a device reads or writes."""
     flops: int
-    """In products with weights."""
+    """Operations of a device in products with weights."""
     lowered: dict[str, str]
-    """For each platform "yes", or why it cannot be."""
+    """For each platform "yes", or the reason why lowering fails."""
     compiled: Compiled | None = None
 
     @property
@@ -90,7 +90,7 @@ class Program:
         return math.fsum(each.times * each.sent for each in self.collectives)
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """The least times on such chips, each for itself: of memory, products and links."""
+        """Lower bounds on this chip, in seconds, for each of memory, products and links alone."""
         count, hardware = sum(each.times for each in self.collectives), chip.hardware
         links = math.fsum(each.times * each.sent / chip.link(each.devices) for each in self.collectives)
         return {
@@ -100,7 +100,7 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> float:
-        """Seconds below which it cannot be: nothing is exchanged while products wait for it."""
+        """A lower bound in seconds, if communication does not overlap with computation."""
         own = self.seconds(chip)
         return max(own["memory"], own["products"]) + own["links"]
 
@@ -110,21 +110,21 @@ class MeshReport:
     """A model on a mesh: the bytes of each device, and the engine's decode step and prefill call."""
 
     sizes: dict[str, int]
-    """The axes of the mesh."""
+    """Sizes of the mesh axes."""
     workload: Workload
     layers: int
     weights: int
-    """Bytes on each device."""
+    """Bytes of weights on each device."""
     whole: int
-    """Of these, bytes of matrices of which every device has the whole."""
+    """Bytes of replicated matrices, included in `weights`."""
     all_weights: int
-    """Bytes of the model."""
+    """Bytes of the model's weights, unsharded."""
     slots: int
-    """Bytes of state that does not grow: KDA's, on each device."""
+    """Bytes on each device of state that does not grow, such as KDA's."""
     pages: int
-    """Bytes of pages: MLA's latents."""
+    """Bytes on each device of pages, such as MLA's latents."""
     adjustments: int
-    """Bytes of the requests' logit biases and token counts."""
+    """Bytes on each device of the requests' logit biases and token counts."""
     programs: tuple[Program, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,11 +205,11 @@ def report(
     compiler: str | None = FOR_CPUS,
     platforms: Sequence[str] = PLATFORMS,
 ) -> MeshReport:
-    """Reports what an engine of a model (its structure is enough) takes and does on a mesh; allocates nothing.
+    """Reports the memory and work of an engine of a model (its structure is enough) on a mesh; allocates nothing.
 
-    Caches are counted in `dtype`. The programs are compiled for the devices of the mesh; `compiler` says in words by
-    what, and with None they are not. Whether they can be lowered is tried for each of `platforms`. Raises MeshError for
-    a model that cannot be cut so, and ValueError for requests that cannot be dealt out evenly.
+    Caches are counted in `dtype`. The programs are compiled for the devices of the mesh; `compiler` names the compiler
+    in the report, and None skips compilation. Lowering is tried for each of `platforms`. Raises MeshError if the model
+    cannot be sharded this way, and ValueError if the groups of devices cannot share the requests evenly.
     """
     work, layout = Workload() if workload is None else workload, sharding.plan(model, mesh, rules)
     placed, groups = layout.structure(model), layout.placement.row_groups
@@ -256,10 +256,10 @@ class _Traced:
     traced: Any
     tokens: int
     state: int
-    """Bytes of it that a device reads or writes."""
+    """Bytes of state that a device reads or writes."""
 
     def program(self, cost: tuple[int, int], compiler: str | None, platforms: Sequence[str], mesh: Mesh) -> Program:
-        """What JAX and the compiler say of it; `cost` has the bytes of weights and the operations."""
+        """The figures of JAX and of the compiler; `cost` has the bytes of weights read and the operations."""
         lowered, (weights, flops) = self.traced.lower(), cost
         found = collectives(lowered.as_text("hlo", debug_info=True), mesh.shape)
         said = {platform: self._lowered(platform) for platform in platforms}
@@ -274,21 +274,21 @@ class _Traced:
     def _lowered(self, platform: str) -> str:
         try:
             self.traced.lower(lowering_platforms=(platform,))
-        except Exception as error:  # whatever it is that the platform has no form for
+        except Exception as error:  # for whatever reason the platform does not support it
             return f"no ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         return "yes"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Used:
-    """What a device reads and multiplies of its weights."""
+    """The weights that a device reads and multiplies."""
 
     arrays: tuple[tuple[int, ArrayLeaf, Share], ...]
-    """Each with its bytes on a device."""
+    """The model's arrays, each with its bytes on a device."""
     embedding: str
-    """The path of a table of which rows are looked up; empty if it is the head too."""
+    """The path of the embedding table, of which only rows are read; empty if it is the head too."""
     experts: dict[str, float]
-    """By the beginning of their paths, the share of them that a token chooses."""
+    """The share of a layer's experts that a token chooses, by the prefix of their paths."""
     together: bool
     """True if experts see the tokens of all groups of devices."""
 
@@ -307,9 +307,9 @@ class _Used:
         )
 
     def cost(self, tokens: int, everyones: int, scored: int) -> tuple[int, int]:
-        """Bytes read and operations for `tokens` of this device (and `everyones`), of which `scored` get logits.
+        """Bytes read and operations of a device for its `tokens`, of which `scored` get logits.
 
-        Experts are chosen evenly.
+        `everyones` are the tokens of all groups of devices. Assumes that experts are chosen evenly.
         """
         read, flops = 0.0, 0.0
         for size, leaf, _ in self.arrays:
@@ -327,20 +327,20 @@ class _Used:
 
 
 def _inputs(placed: Sharded, made: Callable[[], Any]) -> Any:
-    """What the host hands to a program: the whole on every device."""
+    """The shapes of a program's inputs from the host, which are replicated on every device."""
     where = placed.placement.sharding(PartitionSpec())
     shapes = eqx.filter_eval_shape(made)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
 def _batch(rows: int, seq: int, columns: int, in_place: bool) -> Batch:
-    """A call of `seq` tokens for each row."""
+    """A call with `seq` tokens in each row."""
     where = Rows(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, columns), jnp.int32), in_place)
     return Batch(where, jnp.zeros((rows, seq), jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
 def _pool(placed: Sharded, work: Workload, dtype: DTypeLike) -> Pool:
-    """The engine's memory, without its numbers."""
+    """The shapes of the engine's pool, without allocating it."""
     slots, vocab = work.max_running_requests, placed.config.vocab_size
     pages = slots * -(-work.max_model_len // work.page_size)
 
@@ -365,7 +365,7 @@ def _pool(placed: Sharded, work: Workload, dtype: DTypeLike) -> Pool:
 
 
 def _on_a_device(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of a device's part of an array."""
+    """Bytes of an array's shard on a device."""
     assert x.sharding is not None, "an array on a mesh"
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 

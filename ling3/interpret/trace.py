@@ -1,6 +1,6 @@
 """Traces of a forward pass: gates, decays, states, attention maps, routing, norms and hidden states.
 
-The model's own forward pass gives its intermediate arrays to a recorder; `trace` computes the rest from them.
+A recorder collects intermediate arrays during the model's forward pass; `trace` computes the rest from them.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from ling3.runtime.entry_checks import checks_ids
 
 
 class KDATrace(eqx.Module):
-    """Inside one KDA layer, for each token."""
+    """The inner arrays of one KDA layer."""
 
     decay: Float[Array, "batch seq heads key"]  # g, nats per token and key channel, at most 0
     beta: Float[Array, "batch seq heads"]  # writing strength
@@ -37,7 +37,7 @@ class KDATrace(eqx.Module):
 
 
 class MLATrace(eqx.Module):
-    """Inside one MLA layer, for each token."""
+    """The inner arrays of one MLA layer."""
 
     gate: Float[Array, "batch seq heads"] | None  # output gate; None without one
     attention_map: Float[Array, "batch heads seq seq"]  # softmax weights: each row sums to 1, 0 for j > t
@@ -45,7 +45,7 @@ class MLATrace(eqx.Module):
 
 
 class MoETrace(eqx.Module):
-    """Inside one mixture of experts, for each token."""
+    """The routing of one mixture of experts."""
 
     scores: Float[Array, "batch seq experts"]  # s = sigmoid(x Wᵀ), before any bias
     chosen: Int32[Array, "batch seq top_k"]  # best first
@@ -56,13 +56,14 @@ class MoETrace(eqx.Module):
 class LayerTrace(eqx.Module):
     """One decoder layer: its parts, what they add to the residual stream, and the stream after it.
 
-    An attention that is neither KDA nor MLA is a dict of the arrays that it gave to `span.recorder`, by their names.
+    For an attention that is neither KDA nor MLA, `attention` is a dict of the arrays that it gave to `span.recorder`,
+    by name.
     """
 
     attention: KDATrace | MLATrace | dict[str, Array | None] | None
     moe: MoETrace | None
     attended: Float[Array, "batch seq hidden"]  # the attention's output, which is added to the stream
-    added: Float[Array, "batch seq hidden"]  # the feed-forward's
+    added: Float[Array, "batch seq hidden"]  # the feed-forward's output, which is added to it too
     residual: Float[Array, "batch seq *streams hidden"]  # the hidden states after the layer
     logits: Float32[Array, "batch seq vocab"] | None  # the logit lens: the head applied to `residual`
 
@@ -83,7 +84,7 @@ class LayerTrace(eqx.Module):
 
 
 class Trace(eqx.Module):
-    """A whole forward pass, as `trace` returns it."""
+    """A traced forward pass: every layer, and the logits."""
 
     tokens: Int[Array, "batch seq"]
     embedding_norm: Float[Array, "batch seq"]
@@ -92,17 +93,17 @@ class Trace(eqx.Module):
 
     @property
     def kda(self) -> dict[int, KDATrace]:
-        """The KDA layers, by 0-based number."""
+        """The traces of KDA layers, by 0-based layer."""
         return {i: x.attention for i, x in enumerate(self.layers) if isinstance(x.attention, KDATrace)}
 
     @property
     def mla(self) -> dict[int, MLATrace]:
-        """The MLA layers, by 0-based number."""
+        """The traces of MLA layers, by 0-based layer."""
         return {i: x.attention for i, x in enumerate(self.layers) if isinstance(x.attention, MLATrace)}
 
     @property
     def moe(self) -> dict[int, MoETrace]:
-        """The layers with experts, by 0-based number."""
+        """The traces of mixtures of experts, by 0-based layer."""
         return {i: x.moe for i, x in enumerate(self.layers) if x.moe is not None}
 
 
@@ -116,13 +117,13 @@ def trace(
     logit_lens: bool = True,
     interventions: Sequence[Intervention] = (),
 ) -> Trace:
-    """One forward pass over whole sequences, with everything that is worth a plot. Compiled once per shape.
+    """Runs one forward pass and returns everything that is worth plotting. Compiled once per shape.
 
-    The model may be of any family. `trace(model, tokens).logits` are `model(tokens)`, to rounding. Attention maps take
-    batch · heads · seq² numbers per layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens", 2020)
-    batch · seq · vocab: leave it out with `logit_lens=False` where the vocabulary is large. With `interventions` it
-    shows the pass under them. Raises ValueError for no tokens, for ids outside the vocabulary, and for interventions
-    that do not hold of the model.
+    The model may be of any family. `trace(model, tokens).logits` are `model(tokens)`, up to rounding. Attention maps
+    take batch · heads · seq² numbers per layer, the logit lens (nostalgebraist, "interpreting GPT: the logit lens",
+    2020) batch · seq · vocab: leave it out with `logit_lens=False` if the vocabulary is large. `interventions` apply
+    during the pass. Raises ValueError for an empty batch or empty sequences, for ids outside the vocabulary, and for
+    interventions that do not fit the model.
     """
     batch, seq = tokens.shape
     if 0 in (batch, seq):
@@ -159,7 +160,7 @@ def _attention(
 
 
 def _kda(seen: dict[str, Any]) -> KDATrace:
-    """The recurrence token by token, over the true values and, beside them, unit vectors: their outputs are the map."""
+    """Runs the recurrence token by token, with unit vectors appended to the values: their outputs are the map."""
     q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
     batch, seq, heads, value = v.shape
     units = jnp.broadcast_to(jnp.eye(seq, dtype=v.dtype)[None, :, None], (batch, seq, heads, seq))
@@ -187,7 +188,7 @@ def _kda(seen: dict[str, Any]) -> KDATrace:
 
 
 def _mla(attention: MLA, seen: dict[str, Any]) -> MLATrace:
-    """The softmax's weights, from the keys of the expanded form."""
+    """Computes the softmax weights from the keys of the expanded form."""
     entries = seen["entries"]
     dtype, (batch, seq) = wide(entries.dtype), entries.shape[:2]
     q_nope, q_rope = (seen[name].astype(dtype) for name in ("q_nope", "q_rope"))

@@ -1,1 +1,1 @@
-"""Ling-3's layers, one idea a file. Their fields are the checkpoint's names."""
+"""The layers, one idea per file. Their fields have the checkpoint's names."""

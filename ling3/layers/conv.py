@@ -15,10 +15,10 @@ from ling3.ops.tails import continued
 
 
 class ShortConv(eqx.Module):
-    """y_t = silu(Σ_j w_j · x_{t-taps+1+j}), each channel for itself and without bias.
+    """y_t = silu(Σ_j w_j · x_{t-taps+1+j}): a depthwise convolution without bias.
 
-    Source: Kimi Linear, arXiv 2510.26692, §4. The memory is the last `taps - 1` inputs, before the convolution. The
-    checkpoint has the weight as [channels, 1, taps].
+    Source: Kimi Linear, arXiv 2510.26692, §4. The state is the last `taps - 1` inputs. The checkpoint stores the weight
+    as [channels, 1, taps].
     """
 
     weight: Annotated[Float[Array, "channels taps"], "heads·head_dim taps"]
@@ -39,7 +39,7 @@ class ShortConv(eqx.Module):
         Float[Array, "batch seq {self.weight.shape[0]}"],
         Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
     ]:
-        """The outputs in float32 (or wider), and the tail after each row's last valid token in the dtype it came in."""
+        """The outputs in float32 or wider, and the tail after each row's last valid token, in the dtype of `tail`."""
         seq, taps = x.shape[1], self.weight.shape[1]
         inputs, tail = continued(tail, x, span.length)
         dtype = wide(x.dtype)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention: one head that is key and value, over a window and over compressed older tokens."""
+"""DeepSeek-V4's attention: a single head is key and value, over a window and over compressed older tokens."""
 
 import dataclasses
 from typing import Annotated
@@ -24,50 +24,50 @@ from ling3.ops.tails import continued
 
 @dataclasses.dataclass(frozen=True)
 class CSAConfig:
-    """The sizes of a `CSA` layer. Every head has `head_dim` channels, of which RoPE turns the last."""
+    """The sizes of a `CSA` layer. Every head has `head_dim` channels, of which RoPE rotates the last."""
 
     hidden: int
     heads: int
     head_dim: int
     q_rank: int
     groups: int
-    """Of heads, in the output projection."""
+    """Groups of heads in the output projection."""
     o_rank: int
-    """Channels of a group's output."""
+    """Channels that each group of heads is projected to."""
     window: int | None
-    """Tokens that a query attends to one by one, its own among them; None for none."""
+    """Tokens that a query attends to uncompressed, its own included; None for no window."""
     eps: float
     std: float
     """Standard deviation of random matrices."""
     rope: Rope
     ratio: int | None = None
-    """Tokens of a compressed entry; None for attention to the window alone."""
+    """Tokens per compressed entry; None for attention to the window only."""
     overlaps: bool = False
-    """True if an entry is made of its own tokens and of the `ratio` tokens before them."""
+    """True if an entry covers its `ratio` tokens and as many before them."""
     index_heads: int = 0
-    """Of the indexer that chooses entries; 0 for attention to all of them."""
+    """Heads of the indexer that chooses entries; 0 for attention to all entries."""
     index_dim: int = 0
     index_top: int = 0
-    """Entries that it chooses for a query."""
+    """The number of entries that the indexer chooses for a query."""
     sink: bool = True
 
 
 class CompressorState(eqx.Module):
-    """A compressor's memory: what its last tokens give to entries that are not complete, and the complete ones."""
+    """A compressor's state: the complete entries, and the last tokens' projections for those not yet complete."""
 
     tail: Float[Array, "batch tail channels"]  # [kv | gate] of the tokens that the next entry may need, float32
     entries: Paged
 
 
 class Compressor(eqx.Module):
-    """One entry for every `ratio` tokens m: attention without a query, in which each channel has its own weights.
+    """One entry per `ratio` = m tokens: a weighted mean without a query, with separate weights for each channel.
 
-        kv, s = kv_proj(x), gate_proj(x)                  [width], or two of these where entries overlap
-        entry_w = rope(RMSNorm(Σ softmax(s + position_bias) · kv), w·m)      over the slots of the entry, per channel
+        kv, s = wkv(x), wgate(x)                          [width], or two of these where entries overlap
+        entry_w = rope(norm(Σ softmax(s + ape) · kv), w·m)         over the tokens that the entry covers, per channel
 
-    The slots are the block's tokens w·m … w·m + m - 1. Where entries overlap they are 2m: the first half of the
-    channels of the m tokens before the block, then the second half of the block's own; before the first block there are
-    none. `position_bias` is added by a token's place in its block. Everything up to the norm is float32 or wider.
+    Entry w covers the block of tokens w·m … w·m + m - 1. Where entries overlap, it covers 2m tokens: the m before the
+    block with the first half of the channels (none before the first block), and the block's with the second half. `ape`
+    is indexed by a token's place in its block. Everything up to the norm is float32 or wider.
     """
 
     wkv: Annotated[Matrix, "channels hidden"]  # copies·width, with two copies where entries overlap, else one
@@ -78,7 +78,7 @@ class Compressor(eqx.Module):
 
     @staticmethod
     def init(config: CSAConfig, width: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> "Compressor":
-        """Random weights, and position biases of 0."""
+        """Random weights, and a position bias `ape` of 0."""
         assert config.ratio is not None
         channels = (1 + config.overlaps) * width
         sizes = {"channels": channels, "hidden": config.hidden}
@@ -103,7 +103,7 @@ class Compressor(eqx.Module):
 
     @property
     def tail(self) -> int:
-        """Tokens that the next entry may need besides the newest one."""
+        """The number of earlier tokens that the next entry may need."""
         return self.copies * self.ratio - 1
 
     def empty_tail(self, slots: int, dtype: DTypeLike) -> Float[Array, "slots {self.tail} {2*self.ape.shape[1]}"]:
@@ -111,14 +111,14 @@ class Compressor(eqx.Module):
         return jnp.zeros((slots, self.tail, 2 * self.ape.shape[1]), wide(dtype))
 
     def empty_state(self, spec: CacheSpec, packing: Packing) -> CompressorState:
-        """The memory before the first token."""
+        """The state before the first token."""
         entries = Paged.empty(spec, (self.width,), tokens=self.ratio, packing=packing)
         return CompressorState(self.empty_tail(spec.slots, spec.dtype), entries)
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: CompressorState | None, span: Span
     ) -> tuple[Float[Array, "batch completed {self.width}"], CompressorState | None]:
-        """The entries that the span completes, in the first columns of each row, and the memory after the span."""
+        """The entries that the span completes, in the first columns of each row, and the state after the span."""
         sums = wide(x.dtype)
         projected = [matrix(x, span.execution, sums) for matrix in (self.wkv, self.wgate)]
         tail = self.empty_tail(x.shape[0], x.dtype) if state is None else state.tail
@@ -129,7 +129,7 @@ class Compressor(eqx.Module):
     def _completed(
         self, joined: Float[Array, "batch tokens channels"], start: Int32[Array, " batch"]
     ) -> Wide[Array, "batch completed {self.width}"]:
-        """As many as the tokens can complete, from the first that is not complete at `start`."""
+        """As many entries as the tokens can complete, from the first that is incomplete at `start`."""
         ratio, copies, batch = self.ratio, self.copies, joined.shape[0]
         count = -(-(joined.shape[1] - self.tail) // ratio)
         entry = (start // ratio)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
@@ -139,7 +139,7 @@ class Compressor(eqx.Module):
         taken = jnp.take_along_axis(joined, columns, axis=1, mode="clip")
         split = {"n": count, "half": copies, "m": ratio, "two": 2, "part": copies}
         taken = rearrange(taken, "b (n half m) (two part w) -> two half part b n m w", **split)
-        # Of an overlapping entry the first half of the slots has the first half of the channels.
+        # In an overlapping entry, the earlier half of the tokens uses the first half of the channels.
         kv, gate = (jnp.concatenate([y[i, i] for i in range(copies)], axis=2) for y in taken)
         bias = rearrange(self.ape.astype(kv.dtype), "m (part w) -> 1 1 (part m) w", part=copies)
         gate = jnp.where((at >= 0)[..., None], gate + bias, -jnp.inf)
@@ -148,10 +148,10 @@ class Compressor(eqx.Module):
 
 
 class Indexer(eqx.Module):
-    """Chooses the compressed entries that a query attends to, by keys of its own.
+    """Chooses the compressed entries that a query attends to, by scores of separate query heads and keys.
 
     q = rope(wq_b(qa))  [heads, channels];   k_w = compressor(x);   a = weights_proj(x) · heads^-1/2
-    score(w) = Σ_h a_h · relu(q_h · k_w) · channels^-1/2            chosen: the `top` highest of the visible ones
+    score(w) = Σ_h a_h · relu(q_h · k_w) · channels^-1/2            chosen: the `top` highest visible entries
     """
 
     wq_b: Annotated[Matrix, "index_heads·index_dim q_rank"]
@@ -180,7 +180,7 @@ class Indexer(eqx.Module):
         positions: Int32[Array, "batch seq"],
         span: Span,
     ) -> tuple[Float[Array, "batch seq {self.heads} {self.compressor.width}"], Wide[Array, "batch seq {self.heads}"]]:
-        """The rotated queries and the weights of the heads, with both scales in the latter."""
+        """The rotated queries, and the weights of the heads, which include both scales."""
         q = rearrange(self.wq_b(qa, span.execution), "b s (h c) -> b s h c", h=self.heads)
         weights = self.weights_proj(x, span.execution, wide(x.dtype))
         scale = (self.heads * self.compressor.width) ** -0.5
@@ -188,7 +188,7 @@ class Indexer(eqx.Module):
 
 
 class CSAState(eqx.Module):
-    """One layer's memory: the last window - 1 tokens' entries, and those of the compressors."""
+    """One layer's state: the entries of the last window - 1 tokens, and the compressors' states."""
 
     window: Float[Array, "batch tail channels"]
     compressor: CompressorState | None
@@ -202,9 +202,9 @@ class CSA(eqx.Module):
         o = softmax([q·e / sqrt(head_dim) …, attn_sink]) e       over the entries e that a query sees; the sink's is 0
         y = wo_b · concat_g(wo_a[g] · rope⁻¹(o)[heads of group g])
 
-    A query sees the `kv` of the last `sliding_window` tokens, and of what `compressor` makes of all tokens the entries
-    that are complete, or those of them that `indexer` chooses. RoPE turns the last channels of a head. As values are
-    turned like keys, the output is turned back by its own position, and depends on distances alone.
+    A query sees the `kv` of the last `sliding_window` tokens, and the complete entries of `compressor`, or those of
+    them that `indexer` chooses. RoPE rotates the last channels of a head. As values are rotated like keys, the output
+    is rotated back by the query's position, so that it depends on relative positions only.
     """
 
     wq_a: Annotated[Matrix, "q_rank hidden"]
@@ -222,7 +222,7 @@ class CSA(eqx.Module):
 
     @staticmethod
     def init(config: CSAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "CSA":
-        """Random weights, and sinks of 0."""
+        """Random weights, and sinks with logits of 0."""
         keys = iter(jax.random.split(key, 7))
         draw = Draw(CSA, vars(config), keys, dtype, config.std)
         compressor, indexer, own, chooser = None, None, next(keys), next(keys)
@@ -261,11 +261,11 @@ class CSA(eqx.Module):
 
     @property
     def kind(self) -> str:
-        """The entries read beside the window: none of SWA, those that an indexer chooses of CSA, all of HCA."""
+        """SWA, CSA or HCA: beside the window it reads no entries, those that an indexer chooses, or all."""
         return "SWA" if self.compressor is None else "HCA" if self.indexer is None else "CSA"
 
     def empty_state(self, spec: CacheSpec) -> CSAState:
-        """The memory before the first token. ValueError for packed entries of other sizes than the format's."""
+        """The state before the first token. Raises ValueError if `spec.packed` and sizes do not fit the format."""
         rotated = 2 * len(self.rotation.frequencies)
         if spec.packed and self.compressor is not None and rotated != ROPE:
             raise ValueError(f"RoPE turns {rotated} channels of its entries, and {ROPE} of packed ones")
@@ -277,9 +277,9 @@ class CSA(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq {self.hidden}"], state: CSAState | None, span: Span
     ) -> tuple[Float[Array, "batch seq {self.hidden}"], CSAState | None]:
-        """The layer's output for each token, and its memory after the span.
+        """The layer's output for each token, and its state after the span.
 
-        Without a memory the span's tokens see each other alone, in a form that can be differentiated.
+        Without a state, tokens attend only within the span, and the result is differentiable.
         """
         positions = span.positions(x.shape[1])
         qa = self.q_norm(self.wq_a(x, span.execution))
@@ -293,7 +293,7 @@ class CSA(eqx.Module):
         compressed = indexed = None
         if self.compressor is not None:
             new, compressed = self.compressor(x, None if state is None else state.compressor, span)
-            # Padding sees no entry that is not there.
+            # Padding has positions past the last token, where there are no entries.
             known = jnp.minimum(positions + 1, (span.start + span.length)[:, None])
             seen = known // self.compressor.ratio
             chosen = None
@@ -312,7 +312,7 @@ class CSA(eqx.Module):
     def queries(
         self, qa: Float[Array, "batch seq q_rank"], positions: Int32[Array, "batch seq"], span: Span
     ) -> Float[Array, "batch seq {self.heads} {self.head_dim}"]:
-        """Normed per head without a weight and rotated, times the softmax scale head_dim^-0.5."""
+        """The queries: normed per head without a weight, rotated, and times the softmax scale head_dim^-0.5."""
         q = rearrange(self.wq_b(qa, span.execution), "b s (h c) -> b s h c", h=self.heads).astype(wide(qa.dtype))
         q = q * lax.rsqrt(jnp.mean(q * q, axis=-1, keepdims=True) + self.q_norm.eps)
         return (rotate_last(self.rotation, q, positions) * self.head_dim**-0.5).astype(qa.dtype)
@@ -320,14 +320,14 @@ class CSA(eqx.Module):
     def entries(
         self, x: Float[Array, "batch seq {self.hidden}"], positions: Int32[Array, "batch seq"], span: Span
     ) -> Float[Array, "batch seq {self.head_dim}"]:
-        """Each token's key, which is its value too."""
+        """The cache entry of each token: its normed and rotated key, which is also its value."""
         kv = self.kv_norm(self.wkv(x, span.execution))
         return rotate_last(self.rotation, kv[:, :, None], positions)[:, :, 0]
 
     def output(
         self, o: Float[Array, "batch seq {self.heads} {self.head_dim}"], span: Span
     ) -> Float[Array, "batch seq {self.hidden}"]:
-        """Each group of heads through its own projection, then all of them together."""
+        """Projects each group of heads separately, then all groups together to the output."""
         groups, batch = self.wo_a.shape[0], o.shape[0]
         rows = rearrange(o, "b s (g h) c -> g (b s) (h c)", g=groups)
         y = self.wo_a.product(rows, span.execution).astype(o.dtype)
@@ -342,7 +342,7 @@ class CSA(eqx.Module):
         seen: Int32[Array, "batch seq"],
         span: Span,
     ) -> Bool[Array, "batch seq entries"] | Int32[Array, "batch top_k"] | None:
-        """The entries for each token; for a single one over pages, their indices. None where nothing is left out."""
+        """A mask of each token's entries; their indices if there is one token and a cache; None if all are used."""
         assert self.indexer is not None
         q, weights = self.indexer.queries(x, qa, positions, span)
         if not isinstance(keys, Paged):
@@ -368,7 +368,7 @@ def _over_compressed(
     chosen: Bool[Array, "batch seq entries"] | Int32[Array, "batch top_k"] | None,
     span: Span,
 ) -> tuple[Array, Array, Array]:
-    """The softmax's sums after the compressed entries, in the form for where they are and how they were chosen."""
+    """Adds the compressed entries to the softmax's sums, whether paged or not and however they are chosen."""
     if not isinstance(held, Paged):
         return ops.over_entries(sums, q, held, seen, chosen)
     assert span.table is not None, "a span over a paged array has a table"
@@ -380,6 +380,6 @@ def _over_compressed(
 def rotate_last(
     rope: Rope, x: Float[Array, "batch seq heads channels"], positions: Int32[Array, "batch seq"]
 ) -> Float[Array, "batch seq heads channels"]:
-    """The last channels of each head turned by its position, and the others as they are; -positions turns back."""
+    """Rotates the last channels of each head by its position; -positions rotates them back."""
     rest, last = jnp.split(x, [x.shape[-1] - 2 * len(rope.frequencies)], axis=-1)
     return jnp.concatenate([rest, rope(last, positions)], axis=-1)

@@ -1,4 +1,4 @@
-"""A layer's matrices as its annotations state them: their sizes, what their dimensions count, and random numbers."""
+"""Draws a layer's random matrices, with the shapes and axis names that its annotations state."""
 
 import math
 import re
@@ -12,11 +12,11 @@ from ling3.layers.linear import Linear, LowRank
 
 
 class Draw:
-    """Matrices from N(0, std²) for the fields of a layer; each one takes the next of the `keys`.
+    """Draws matrices from N(0, std²) for the fields of a layer; each one takes the next of the `keys`.
 
-    `q_proj: Annotated[Matrix, "heads·head_dim hidden"]` states a W of [heads·head_dim, hidden]. A word is a size of the
-    layer's config; a dimension is a word, or a product of words and sums such as `heads·(nope+rope)`, and a product may
-    be divided by a word.
+    `q_proj: Annotated[Matrix, "heads·head_dim hidden"]` states a W of [heads·head_dim, hidden]. A word is a key of
+    `sizes`; a dimension is a word, or a product of words and sums such as `heads·(nope+rope)`, and a product may be
+    divided by a word.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class Draw:
         self._options: dict[str, Any] = {"dtype": dtype, "std": std}
 
     def __call__(self, field: str, *, bias: bool = False) -> Linear:
-        """The matrix of a field, with a bias of 0 or without one."""
+        """The matrix of a field, with a bias of zeros or without one."""
         return Linear.init(
             *self.shape(field), key=next(self._keys), axes=axes(self._layer, field), bias=bias, **self._options
         )
 
     def low_rank(self, field: str, rank: int | None) -> Linear | LowRank:
-        """The matrix of a field as two that have `rank` channels between them; whole for None."""
+        """The matrix of a field, factored into two through `rank` channels unless that is None."""
         if rank is None:
             return self(field)
         first, second = jax.random.split(next(self._keys))
@@ -43,7 +43,7 @@ class Draw:
         )
 
     def shape(self, field: str) -> tuple[int, ...]:
-        """The sizes of the dimensions of a field's matrix."""
+        """The shape of a field's matrix, from its annotation."""
         return tuple(self._size(dimension) for dimension in _stated(self._layer, field))
 
     def _size(self, dimension: str) -> int:
@@ -54,7 +54,7 @@ class Draw:
 
 
 def axes(layer: type, field: str) -> tuple[str, ...]:
-    """The names of an array's or a matrix's dimensions: of several factors the first. Empty if nothing states them."""
+    """The names of the dimensions of a field: each one's first word. Empty if the annotation states none."""
     return tuple(re.findall(r"\w+", dimension)[0] for dimension in _stated(layer, field))
 
 

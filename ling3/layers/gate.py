@@ -1,4 +1,4 @@
-"""The output gates of KDA and MLA: which laws there are, and the projections behind them."""
+"""The output gates of KDA and MLA: their functions, and the projections in front of them."""
 
 from typing import Literal
 
@@ -10,12 +10,12 @@ from ling3.layers.linear import Constant, Linear, LowRank
 from ling3.ops.precision import Wide
 
 OutputGate = Literal["sigmoid", "swish", "constant", "none"]
-"""What an attention's output is multiplied by: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or nothing."""
+"""The factor of an attention's output: sigmoid(g), g·sigmoid(g), a learned constant in (0, 1), or none."""
 
 
 def gate_projection(law: OutputGate, draw: Draw, rank: int | None = None) -> Linear | LowRank | Constant | None:
-    """`g_proj` for this law: a linear map of full or low rank, a constant (at first 0, a gate of 1/2), or none."""
-    drawn = draw.low_rank("g_proj", rank)  # takes its key, needed or not
+    """`g_proj` for this law: a matrix of full or low rank, a constant (initially 0, a gate of 1/2), or None."""
+    drawn = draw.low_rank("g_proj", rank)  # takes its key even if unused, so that later draws stay the same
     if law == "none":
         return None
     return Constant.init(draw.shape("g_proj")[0]) if law == "constant" else drawn

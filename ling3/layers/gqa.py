@@ -30,25 +30,25 @@ class GQAConfig:
     std: float
     """Standard deviation of random matrices."""
     rope: Rope | None = None
-    """None rotates nothing."""
+    """None for no rotation."""
     window: int | None = None
-    """Tokens that a query attends to, its own among them; None for all up to its own."""
+    """Tokens that a query attends to, its own included; None for all up to its own."""
     norm_eps: float | None = None
-    """Of the norms of queries and keys, per head and before the rotation; None leaves them out."""
+    """Epsilon of the query and key norms, per head and before the rotation; None for no norms."""
     bias: bool = False
-    """Biases of queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     output_bias: bool = False
 
 
 class GQA(eqx.Module):
-    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); with as many key heads as query heads, the plain one.
+    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); multi-head attention if `kv_heads` = `heads`.
 
         q = rope(q_norm(q_proj(x)));  k = rope(k_norm(k_proj(x)));  v = v_proj(x)         [heads | kv_heads, head_dim]
         o = softmax(q·k / sqrt(head_dim)) v       query head h with key head h // (heads / kv_heads)
         y = o_proj(o)
 
-    The norms (Qwen3) and the rotation may be absent. A token leaves its keys and values behind, in pages. With a
-    `window` W, a query attends to its own token and the W - 1 before it (Mistral 7B, arXiv 2310.06825, §2).
+    The norms (Qwen3) and the rotation may be absent. Keys and values are cached in pages. With a `window` W, a query
+    attends to its own token and the W - 1 before it (Mistral 7B, arXiv 2310.06825, §2).
     """
 
     q_proj: Annotated[Matrix, "heads·head_dim hidden"]
@@ -63,7 +63,7 @@ class GQA(eqx.Module):
 
     @staticmethod
     def init(config: GQAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "GQA":
-        """Random weights, and biases of 0."""
+        """Random weights, and zero biases if there are any."""
         draw = Draw(GQA, vars(config), iter(jax.random.split(key, 4)), dtype, config.std)
 
         def norm() -> RMSNorm | None:
@@ -98,7 +98,7 @@ class GQA(eqx.Module):
 
     @property
     def entry(self) -> int:
-        """Numbers that are remembered of a token: the keys and values of all heads."""
+        """The size of a token's cache entry: the keys and values of all heads on this device."""
         return 2 * self.k_proj.out_features
 
     def empty_state(self, spec: CacheSpec) -> Paged:
@@ -110,7 +110,7 @@ class GQA(eqx.Module):
     ) -> tuple[Float[Array, "batch seq {self.hidden}"], Paged | None]:
         """The layer's output for each token, and the cache with the span's tokens in it.
 
-        Without a cache the span's tokens see each other alone, in a form that can be differentiated.
+        Without a cache, tokens attend causally within the span only, and the result is differentiable.
         """
         positions = span.positions(x.shape[1])
         q, entries = self.queries(x, positions, span.execution), self.entries(x, positions, span.execution)
@@ -151,7 +151,7 @@ class GQA(eqx.Module):
         held: Paged | Float[Array, "batch seq {self.entry}"],
         span: Span,
     ) -> Wide[Array, "batch seq {self.heads} {self.head_dim}"]:
-        """The query heads of a group are further rows of the key head that they share."""
+        """The attention of each group of query heads, which become further rows of the key head that they share."""
         groups, seq = self.heads // self.kv_heads, q.shape[1]
         rows = rearrange(q, "b s (h g) d -> b h (s g) d", g=groups)
         at, per_head = jnp.repeat(positions, groups, axis=1), PerHead(self.kv_heads, self.head_dim)

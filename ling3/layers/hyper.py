@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: a residual of several streams, mixed by a doubly stochastic matrix."""
+"""Manifold-constrained hyper-connections: several residual streams, mixed by a doubly stochastic matrix."""
 
 import dataclasses
 import functools
@@ -20,18 +20,18 @@ class HyperConfig:
     hidden: int
     streams: int
     iterations: int
-    """Of Sinkhorn and Knopp, at least 1."""
+    """Sinkhorn-Knopp iterations, at least 1."""
     eps: float
-    """Added to the numbers that are normalized, and to the sums that they are divided by."""
+    """Added to `pre` and to C, and to the sums by which C is divided."""
     norm_eps: float
     std: float
     """Standard deviation of random matrices."""
 
 
 class Streams(eqx.Module):
-    """The residual streams X of each token, to which a sublayer's output o is added.
+    """The residual streams X of each token, to which a sublayer's output o is added with `+`.
 
-    X + o has the streams X'_k = post_k · o + Σ_j combination[j, k] X_j, in the dtype of X.
+    X + o is the array of streams X'_k = post_k · o + Σ_j combination[j, k] X_j, in the dtype of X.
     """
 
     x: Float[Array, "batch seq streams hidden"]
@@ -49,7 +49,7 @@ class HyperConnection(eqx.Module):
     """Reads a sublayer's input from n residual streams X [n, hidden], and adds its output to them.
 
         z = fn · rms(flatten X)                                    [(2 + n)·n], rms without a weight
-        pre  = sigmoid(z[:n] · scale_0 + base) + eps               what is read: h = Σ_j pre_j X_j
+        pre  = sigmoid(z[:n] · scale_0 + base) + eps               sublayer's input: h = Σ_j pre_j X_j
         post = 2 · sigmoid(z[n:2n] · scale_1 + base)
         C    = softmax(z[2n:] as [n, n] · scale_2 + base) + eps    over the last axis, then made doubly stochastic:
                C /= column sums + eps;  `iterations` - 1 times: C /= row sums + eps, C /= column sums + eps
@@ -91,7 +91,7 @@ class HyperConnection(eqx.Module):
 
 
 class HyperHead(eqx.Module):
-    """The one stream after the last layer: Σ_j pre_j X_j, with pre = sigmoid(fn · rms(X) · scale + base) + eps."""
+    """Joins the streams after the last layer: Σ_j pre_j X_j, with pre = sigmoid(fn · rms(X) · scale + base) + eps."""
 
     hc_fn: Float[Array, "streams channels"]  # streams·hidden
     hc_base: Float[Array, " streams"]
@@ -116,11 +116,11 @@ class HyperHead(eqx.Module):
         return self.hc_base.shape[0]
 
     def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq {self.streams} hidden"]:
-        """The streams before the first layer: the embedding in each."""
+        """The streams before the first layer: each is the embedding."""
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.streams, x.shape[2]))
 
     def __call__(self, x: Float[Array, "batch seq {self.streams} hidden"]) -> Float[Array, "batch seq hidden"]:
-        """One stream, in the dtype of `x`."""
+        """The joined stream, in the dtype of `x`."""
         z = _mixes(self.hc_fn, x, self.norm_eps)
         scale, base = (y.astype(z.dtype)[None, None] for y in (self.hc_scale, self.hc_base))
         return _collapsed(jax.nn.sigmoid(z * scale + base) + self.eps, x)
@@ -129,10 +129,10 @@ class HyperHead(eqx.Module):
 def sinkhorn(
     matrix: Wide[Array, "*batch streams streams"], iterations: int, eps: float
 ) -> Wide[Array, "*batch streams streams"]:
-    """A positive matrix, made doubly stochastic: columns divided by sums, then `iterations` - 1 times rows and columns.
+    """Makes a positive matrix doubly stochastic (Sinkhorn & Knopp, 1967).
 
-    The columns come last: their sums are 1 up to rounding and `eps`, those of the rows only nearly (Sinkhorn & Knopp,
-    1967).
+    Divides columns by their sums, then `iterations` - 1 times rows and columns. Columns come last: their sums are 1 up
+    to rounding and `eps`, row sums only approximately.
     """
 
     def divided(matrix: Array, axis: int) -> Array:

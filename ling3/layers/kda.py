@@ -31,26 +31,26 @@ class KDAConfig:
     std: float
     """Standard deviation of random matrices."""
     taps: int | None = 4
-    """Of the convolutions; None leaves them out."""
+    """Taps of the convolutions; None for no convolutions."""
     lower_bound: float | None = -5.0
-    """Of the log decay, in nats; None for Kimi-Linear's law."""
+    """Lower bound of the log decay, in nats; None for Kimi-Linear's unbounded decay."""
     decays: bool = True
-    """False: g = 0."""
+    """False for no decay: g = 0."""
     beta: float | None = None
-    """A fixed writing strength."""
+    """A constant writing strength; None for a learned one."""
     neg_eigval: bool = False
     gate_law: OutputGate = "sigmoid"
     gate_rank: int | None = None
-    """Of the projections of decay and output gate; None for full rank."""
+    """Rank of the projections of decay and output gate; None for full rank."""
 
 
 def bias_of_rate(
     rate: Float32[Array, " channels"], scale: Float32[Array, " channels"], bound: float | None
 ) -> Float32[Array, " channels"]:
-    """The `dt_bias` with which a channel forgets by `rate` nats a token where f_proj(x) is 0.
+    """The `dt_bias` with which a channel decays by `rate` nats per token where f_proj(x) is 0.
 
-    dt_bias = ln(rate / (-bound - rate)) / scale with a bound, which `rate` has to be below; ln(exp(rate / scale) - 1)
-    without one: `KDA`'s laws solved for it. `scale` is exp(A_log).
+    dt_bias = ln(rate / (-bound - rate)) / scale with a bound, where `rate` must be below -bound; without one,
+    ln(exp(rate / scale) - 1). These are `KDA`'s equations for g, solved for it. `scale` is exp(A_log).
     """
     if bound is None:
         return jnp.log(jnp.expm1(rate / scale))
@@ -67,10 +67,10 @@ class KDA(eqx.Module):
         y = o_proj( RMSNorm(o) · o_norm.weight · sigmoid(g_proj(x)) )               output gate, per element
 
     With `lower_bound` None the decay is Kimi-Linear's g = -exp(A_log) · softplus(f_proj(x) + dt_bias).
-    Everything between the projections is float32. Kimi-Linear's `f_proj` and `g_proj` have the rank of one head.
+    Everything between the projections is float32. Kimi-Linear's `f_proj` and `g_proj` have rank `head_dim`.
 
-    What is None is left out: without convolutions q, k, v = silu(W x); without `f_proj` g = 0; without `b_proj` b is
-    the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
+    Parts that are None are left out: without convolutions q, k, v = silu(W x); without `f_proj` g = 0; without `b_proj`
+    b is the constant `beta`; without `g_proj` there is no output gate. With `neg_eigval` b = 2 sigmoid(b_proj(x)).
     """
 
     q_proj: Annotated[Matrix, "heads·head_dim hidden"]
@@ -93,9 +93,9 @@ class KDA(eqx.Module):
 
     @staticmethod
     def init(config: KDAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "KDA":
-        """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats a token under either law.
+        """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats per token, bounded or not.
 
-        Where the bound is below 0.2, the fastest rate is half of it instead, and the slowest a hundredth of that.
+        If -lower_bound is below 0.2, the fastest rate is half of it instead, and the slowest a hundredth of that.
         """
         heads, inner, bound = config.heads, config.heads * config.head_dim, config.lower_bound
         keys = iter(jax.random.split(key, 12))
@@ -111,7 +111,7 @@ class KDA(eqx.Module):
         if bound is None:
             scale = jax.random.uniform(next(keys), (heads,), jnp.float32, minval=1.0, maxval=16.0)
         dt_bias = bias_of_rate(rate, jnp.repeat(scale, config.head_dim), bound)
-        # Every part draws its own key, needed or not: what a variant has in common with Ling-3 begins the same.
+        # Every part takes a key, needed or not, so that a variant shares its initial weights with Ling-3.
         q_proj, k_proj, v_proj = draw("q_proj"), draw("k_proj"), draw("v_proj")
         q_conv1d, k_conv1d, v_conv1d = conv(), conv(), conv()
         f_proj, b_proj = draw.low_rank("f_proj", config.gate_rank), draw("b_proj")
@@ -141,7 +141,7 @@ class KDA(eqx.Module):
         return self.q_proj.out_features // self.o_norm.weight.shape[0]
 
     def empty_state(self, spec: CacheSpec) -> KDAState:
-        """The memory before the first token: zeros, and nothing in pages."""
+        """The state before the first token: zeros per slot, and nothing in pages."""
         heads, inner = self.heads, self.q_proj.out_features
         taps = 1 if self.q_conv1d is None else self.q_conv1d.weight.shape[1]
         recurrent = jnp.zeros((spec.slots, heads, inner // heads, inner // heads), wide(spec.dtype))
@@ -150,7 +150,7 @@ class KDA(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: KDAState | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], KDAState]:
-        """The layer's output for each token, and its memory after the span's last. No state means the zero state."""
+        """The layer's output for each token, and its state after the span. Without a `state` it starts from zeros."""
         execution = span.execution
         state = self.empty_state(CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
         q, k, v, conv = self.convolved(x, state.conv, span)
@@ -182,7 +182,7 @@ class KDA(eqx.Module):
         Wide[Array, "batch seq heads value"],
         Float[Array, "batch tail channels"],
     ]:
-        """q (scaled), k (both of unit length), v, and the convolutions' new tail."""
+        """q (of length key^-0.5), k (of length 1), v, and the convolutions' new tail."""
         tails = jnp.split(tail, 3, axis=-1)
         projections = (proj(x, span.execution) for proj in (self.q_proj, self.k_proj, self.v_proj))
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
@@ -199,7 +199,7 @@ class KDA(eqx.Module):
     def gates(
         self, x: Float[Array, "batch seq hidden"], span: Span
     ) -> tuple[Wide[Array, "batch seq heads key"], Wide[Array, "batch seq heads"]]:
-        """The log decay g and the writing strength beta; both 0 on padding, which leaves the state as it was."""
+        """The log decay g and the writing strength beta; both are 0 for padding, which leaves the state unchanged."""
         g, beta = self._decay(x, span.execution), self._strength(x, span.execution)
         valid = span.valid(x.shape[1])[:, :, None]
         return jnp.where(valid[..., None], g, 0.0), jnp.where(valid, beta, 0.0)
@@ -234,7 +234,7 @@ class KDA(eqx.Module):
         gate: Wide[Array, "batch seq heads value"] | None,
         dtype: DTypeLike,
     ) -> Float[Array, "batch seq heads value"]:
-        """Norm and output gate: what each head gives to the output projection, in `dtype`."""
+        """Applies norm and output gate: each head's input to the output projection, in `dtype`."""
         return self.o_norm(o, gate).astype(dtype)
 
     def projected(

@@ -1,4 +1,4 @@
-"""Weight matrices: one type that owns the product, whatever the numbers are stored as, and the layers made of one."""
+"""Weight matrices: the interface `Matrix`, which hides how weights are stored, and layers made of one."""
 
 from abc import abstractmethod
 from typing import Any
@@ -16,16 +16,16 @@ from ling3.ops.precision import Wide
 class Matrix(eqx.Module):
     """A weight matrix W `[out, in]`, or a stack of them: y = x Wᵀ, without bias.
 
-    What a layer may know of it is here. A kind decides how the numbers are stored: its array fields are the tensors of
-    the checkpoint, under the names that the checkpoint has for them, and `checkpoint/names.py` asks for no more.
+    Layers use only this interface. A subclass decides how the weights are stored: its array fields are the checkpoint's
+    tensors under the checkpoint's names, and `checkpoint/names.py` needs nothing else.
     """
 
     axes: eqx.AbstractVar[tuple[str, ...]]
-    """What each dimension counts, in the words of the shapes: `vocab hidden heads latent experts intermediate …`. A
-    dimension of several factors (heads·key) bears the name of the first, along which it can be cut. Empty where nothing
-    names them: such a matrix cannot lie on a mesh."""
+    """The name of each dimension, in the words of the shapes: `vocab hidden heads latent experts intermediate …`. A
+    dimension of several factors (heads·key) has the name of the first, along which it can be sharded. Empty if unnamed:
+    such a matrix cannot be placed on a mesh."""
     name: eqx.AbstractVar[str]
-    """The field that holds it, which a profile shows."""
+    """The name of the field that holds it, for profiles."""
 
     @property
     @abstractmethod
@@ -35,16 +35,16 @@ class Matrix(eqx.Module):
     @property
     @abstractmethod
     def dtype(self) -> jnp.dtype:
-        """The dtype in which its numbers are computed."""
+        """The dtype of its weights, or of the decoded ones if it is quantized."""
 
     @property
     @abstractmethod
     def operand(self) -> Any:
-        """The form in which operators over several matrices (`Execution.experts`) take this kind."""
+        """The weights as operators such as `Execution.experts` take them: an array, or `Quantized`."""
 
     @abstractmethod
     def dense(self) -> Array:
-        """All its numbers as one array of `shape` and `dtype`."""
+        """The weights as one array of `shape` and `dtype`."""
 
     @abstractmethod
     def product(self, x: Array, execution: Execution) -> Array:
@@ -52,7 +52,7 @@ class Matrix(eqx.Module):
 
     @abstractmethod
     def row(self, index: Array, execution: Execution) -> Array:
-        """W[index], for indices in any shape."""
+        """W[index], for indices of any shape."""
 
     @property
     def out_features(self) -> int:
@@ -76,12 +76,12 @@ class Matrix(eqx.Module):
     def embed(
         self, index: Int[Array, "*batch"], execution: Execution = PLAIN
     ) -> Float[Array, "*batch {self.in_features}"]:
-        """W[index]. An index outside the matrix is the caller's error: JAX would read another row."""
+        """W[index]. The caller ensures that indices are in range: JAX would silently read another row."""
         return self.row(index, execution)
 
 
 class Linear(Matrix):
-    """The dense kind: the numbers are stored as they are, `[out, in]` as in checkpoints, so that no load transposes."""
+    """The dense kind: an array `[out, in]` as in checkpoints, so that loading transposes nothing."""
 
     weight: Float[Array, "*stack out_features in_features"]
     bias: Float[Array, "*stack out_features"] | None = None
@@ -97,7 +97,7 @@ class Linear(Matrix):
         axes: tuple[str, ...] = (),
         bias: bool = False,
     ) -> "Linear":
-        """Random weights from N(0, std²): `Linear.init(out_features, in_features, …)`, or a stack of such."""
+        """Random weights from N(0, std²): `Linear.init(out_features, in_features, …)`, or a stack with more sizes."""
         own = jnp.zeros(shape[:-1], dtype) if bias else None
         return Linear(weight=normal(key, shape, dtype, std), bias=own, axes=axes)
 
@@ -108,7 +108,7 @@ class Linear(Matrix):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the array, in which it is computed."""
+        """The dtype of the stored array of weights."""
         return self.weight.dtype
 
     @property
@@ -128,13 +128,13 @@ class Linear(Matrix):
         return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
-        """W[index], for indices in any shape."""
-        known = index.reshape(-1)[0] > jnp.iinfo(index.dtype).min  # true of every id, and unknown to the compiler
+        """W[index], for indices of any shape."""
+        known = index.reshape(-1)[0] > jnp.iinfo(index.dtype).min  # always True, but the compiler cannot know
         return execution.read(lambda: self.weight[index], self.weight.dtype, known)
 
 
 class LowRank(eqx.Module):
-    """y = b_proj(a_proj(x)): takes the place of a matrix whose rank is at most that of `a_proj`."""
+    """y = b_proj(a_proj(x)): a matrix of low rank, as the product of two."""
 
     a_proj: Matrix  # [rank, in]
     b_proj: Matrix  # [out, rank]
@@ -144,24 +144,24 @@ class LowRank(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch {self.a_proj.in_features}"], execution: Execution, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.b_proj.out_features}"]:
-        """The product in `dtype` or that of `x`, which the `rank` channels between have too."""
+        """The product in `dtype`, by default x's, which the `rank` channels in between always have."""
         return self.b_proj(self.a_proj(x, execution), execution, dtype)
 
 
 class Constant(eqx.Module):
-    """y = bias, for every x: takes the place of a projection whose output is held constant."""
+    """y = bias for every x: replaces a projection by a learned constant."""
 
     bias: Float[Array, " heads"]  # or heads·value
 
     @staticmethod
     def init(out_features: int) -> "Constant":
-        """A projection whose constant output is zero, in float32."""
+        """A bias of zeros in float32, for this many outputs."""
         return Constant(jnp.zeros(out_features, jnp.float32))
 
     def __call__(
         self, x: Float[Array, "*batch in_features"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.bias.shape[0]}"]:
-        """The bias for each token of `x`, in `dtype` or that of `x`."""
+        """The bias for each token of `x`, in `dtype`, by default x's."""
         bias = self.bias.astype(x.dtype if dtype is None else dtype)
         return jnp.broadcast_to(bias, (*x.shape[:-1], bias.shape[0]))
 

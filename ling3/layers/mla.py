@@ -36,7 +36,7 @@ class MLAConfig:
     std: float
     """Standard deviation of random matrices."""
     rope_theta: float | None = 10000.0
-    """None rotates nothing."""
+    """None for no rotation."""
     gate_law: OutputGate = "sigmoid"
 
 
@@ -159,7 +159,7 @@ class MLA(eqx.Module):
     def _projected_queries(
         self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution
     ) -> Float[Array, "batch seq {self.heads*(self.nope+self.rope)}"]:
-        """Through the low rank of `q_a_proj` where the config has one, else directly."""
+        """Projects x to queries: through the low rank of `q_a_proj` if there is one, else with `q_proj`."""
         if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
             compressed_q = self.q_a_layernorm(self.q_a_proj(x, execution))
             return self.q_b_proj(compressed_q, execution)

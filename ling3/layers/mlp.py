@@ -1,4 +1,4 @@
-"""The dense feed-forward: Ling-3's first layers and its shared experts."""
+"""The dense feed-forward of Ling-3's first layers and of its shared experts."""
 
 from typing import Annotated
 
@@ -39,7 +39,7 @@ class MLP(eqx.Module):
         return MLP(gate, up, down, swiglu)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
-        """Each token for itself; the products of the hidden layer are float32 or wider until they are multiplied."""
+        """The output for each token. Gate and up projections stay in float32 or wider until they are multiplied."""
         execution, sums = span.execution, wide(x.dtype)
         gate, up = self.gate_proj(x, execution, sums), self.up_proj(x, execution, sums)
         return self.down_proj(self.swiglu(gate, up).astype(x.dtype), execution)

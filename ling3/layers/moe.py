@@ -21,7 +21,7 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 NO_EXPERT = 2**31 - 1
 """The index that means no expert, in any layer."""
 RouterScores = Literal["sigmoid", "softmax", "sqrtsoftplus"]
-"""What an expert's score is: its own sigmoid or sqrt(softplus), or its share in the softmax over all experts."""
+"""The function from logits to scores: sigmoid or sqrt(softplus) of each, or the softmax over all experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +42,23 @@ class MoEConfig:
     expert_bias: bool = True
     scores: RouterScores = "sigmoid"
     swiglu: SwiGLU = SWIGLU
-    """The routed experts' unit."""
+    """The activation of the routed experts."""
     shared_swiglu: SwiGLU = SWIGLU
     hashed: int | None = None
-    """Token ids of a layer that looks its experts up by them; None for one that chooses them by their scores."""
+    """The number of token ids, if experts are looked up by token id; None if they are chosen by score."""
 
 
 class Router(eqx.Module):
     """Bias-balanced grouped top-k routing (DeepSeek-V3, arXiv 2412.19437, §2.1.2), all of it in float32.
 
         s = sigmoid(x Wᵀ), softmax(x Wᵀ) or sqrt(softplus(x Wᵀ));   c = s + expert_bias         c chooses, s weighs
-        group score = sum of the two best c of a group;  the best `topk_group` groups stay, the others' c become -inf
+        group score = sum of the two best c of a group;  the best `top_groups` groups stay, the others' c become -inf
         chosen = the top_k best c;   weights = s[chosen] / (Σ s[chosen] + 1e-20) · scaling
 
-    Groups are struck out with -inf and not 0: c can be negative. Ties go to the lower index. No bias means c = s.
+    The division is left out without `normalize`. Groups are masked with -inf and not 0, since c can be negative. Ties
+    go to the lower index. Without a bias, c = s.
 
-    With `tid2eid` the experts are chosen by token id instead, and the scores only weigh them (DeepSeek-V4's first
+    With `tid2eid` experts are looked up by token id instead, and the scores only weigh them (DeepSeek-V4's first
     layers, after Hash Layers, arXiv 2106.04426).
     """
 
@@ -69,13 +70,13 @@ class Router(eqx.Module):
     normalize: bool = eqx.field(static=True)
     scaling: float = eqx.field(static=True)
     law: RouterScores = eqx.field(static=True, default="sigmoid")
-    """Of the scores s."""
+    """The function from logits to the scores s."""
     tid2eid: Int32[Array, "vocab top_k"] | None = None
     name: str = eqx.field(static=True, default="")
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray) -> "Router":
-        """Random weights and no bias, float32; a table has different random experts for each token id."""
+        """Random weights and a zero bias, float32; with `hashed`, random distinct experts for each token id."""
         table = None
         if config.hashed is not None:
             draws = jax.random.uniform(jax.random.fold_in(key, 1), (config.hashed, config.experts))
@@ -96,7 +97,7 @@ class Router(eqx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], ids: Int[Array, " tokens"] | None = None
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
-        """The experts chosen for each token, best first, and their weights. A table needs the token `ids`."""
+        """The experts chosen for each token, best first, and their weights. `tid2eid` needs the token `ids`."""
         scores = self.scores(x)
         chosen = self._best(scores) if self.tid2eid is None else self.tid2eid[ids][:, : self.top_k]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
@@ -114,7 +115,7 @@ class Router(eqx.Module):
         return lax.top_k(grouped.reshape(choice.shape), self.top_k)[1]
 
     def scores(self, x: Float[Array, "tokens hidden"]) -> Wide[Array, "tokens experts"]:
-        """s = sigmoid(x Wᵀ), or another law of x Wᵀ, in float32 or wider: each expert's affinity, before any bias."""
+        """s = sigmoid(x Wᵀ), or another `law`, in float32 or wider: each expert's affinity, before any bias."""
         dtype = wide(x.dtype)
         logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)
         if self.law == "sqrtsoftplus":
@@ -125,7 +126,7 @@ class Router(eqx.Module):
 class Experts(eqx.Module):
     """The routed experts' SwiGLU weights, stacked.
 
-    expert_e(x) = down_proj_e(swiglu(gate_proj_e(x), up_proj_e(x))). The checkpoint has them one by one, as
+    expert_e(x) = down_proj_e(swiglu(gate_proj_e(x), up_proj_e(x))). The checkpoint has a tensor for each expert,
     `experts.{e}.gate_proj.weight` and so on.
     """
 
@@ -162,7 +163,8 @@ class Experts(eqx.Module):
 class MoE(eqx.Module):
     """y = Σ_e w_e · expert_e(x) + shared_experts(x).
 
-    The weights w carry the routed scaling factor; the shared expert has none (DeepSeekMoE, arXiv 2401.06066, §3).
+    The weights w include the routed scaling factor, which does not apply to the shared expert (DeepSeekMoE, arXiv
+    2401.06066, §3).
     """
 
     gate: Router
@@ -180,7 +182,7 @@ class MoE(eqx.Module):
         return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
-        """Each token through its own experts and the shared one; no expert is read for padding."""
+        """Each token's output: its routed experts and the shared one. Padding reads no routed expert."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self.route(tokens, span, x.shape[1])
         y = self.experts(tokens, chosen, weights, span.execution).astype(x.dtype).reshape(x.shape)
@@ -189,7 +191,7 @@ class MoE(eqx.Module):
     def route(
         self, tokens: Float[Array, "tokens hidden"], span: Span, seq: int
     ) -> tuple[Int32[Array, "tokens top_k"], Wide[Array, "tokens top_k"]]:
-        """The experts of a span's tokens, rows of `seq` one after another, and their weights; padding has none."""
+        """The experts and weights of a span's tokens, flattened from rows of `seq`; padding has NO_EXPERT."""
         chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
         chosen, weights = span.site("router", (chosen, weights))
         if span.watched:

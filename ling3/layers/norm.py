@@ -1,4 +1,4 @@
-"""Root-mean-square norms, computed in float32 whatever they are given."""
+"""Root-mean-square norms, computed in float32 or wider whatever the input's dtype."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class GatedRMSNorm(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq heads value"], gate: Wide[Array, "batch seq heads value"] | None
     ) -> Wide[Array, "batch seq heads value"]:
-        """Returns float32 (or wider, if `x` is); no gate counts as 1."""
+        """The gated norm in float32 or wider; None means no gate."""
         normalized = rms_normalize(x, self.weight, self.eps)
         return normalized if gate is None else normalized * gate
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): pairs of channels turned by their position."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): pairs of channels rotated by their position."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ from ling3.ops.precision import Wide, wide
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Pair i is turned by position · frequencies[i] radians, and its length multiplied by `magnitude`.
+    """Rotates pair i by position · frequencies[i] radians and multiplies it by `magnitude`.
 
-    Pairs are neighbours where `interleaved` (x_2i, x_2i+1), as in Ling-3, and else halves (x_i, x_i+rope/2), as in
-    Llama. They stay in place.
+    If `interleaved`, pairs are neighbours (x_2i, x_2i+1), as in Ling-3; else they are (x_i, x_i+rope/2), as in Llama.
+    The order of the channels stays the same.
     """
 
     frequencies: tuple[float, ...]
@@ -31,7 +31,7 @@ class Rope:
     def __call__(
         self, x: Float[Array, "batch seq heads {2*len(self.frequencies)}"], positions: Int32[Array, "batch seq"]
     ) -> Float[Array, "batch seq heads {2*len(self.frequencies)}"]:
-        """The turned channels, computed in float32 or wider, in the dtype of `x`. `positions` are absolute."""
+        """The rotated channels, computed in float32 or wider, in the dtype of `x`. `positions` are absolute."""
         dtype = wide(x.dtype)
         angle = angles(positions, self.frequencies, dtype)[:, :, None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -49,7 +49,7 @@ class Rope:
 def rotate(
     x: Float[Array, "batch seq heads rope"], positions: Int32[Array, "batch seq"], theta: float
 ) -> Float[Array, "batch seq heads rope"]:
-    """Each pair of neighbours (x_2i, x_2i+1) turned by the angle position · theta^(-2i/rope) radians: Ling-3's RoPE."""
+    """Rotates each pair of neighbours (x_2i, x_2i+1) by position · theta^(-2i/rope) radians: Ling-3's RoPE."""
     return Rope.plain(theta, x.shape[-1], interleaved=True)(x, positions)
 
 
@@ -58,8 +58,8 @@ def angles(
 ) -> Wide[Array, "batch seq {len(frequencies)}"]:
     """position · frequency in radians, for frequencies in (0, 1]; in float32 modulo 2π.
 
-    In float32, turns are counted in units of 2^-32 turn, where wrapping integers *are* the modulo: the error stays near
-    1e-7 in a short text and below 1e-4 at position 131,072, where a product of position and frequency is 8e-3 off.
+    In float32, angles are counted in units of 2^-32 turn, so that integer overflow *is* the modulo. The error stays
+    near 1e-7 in a short text and below 1e-4 at position 131,072, where position · frequency in float32 is 8e-3 off.
     """
     radians = np.asarray(frequencies)
     if dtype == jnp.float64:

@@ -1,4 +1,4 @@
-"""Names for a profile: every module's work under the field that holds it, so that the profile reads like the tree."""
+"""Names for profiles: a module's operations appear under the field that holds it, so a profile reads like the tree."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ _Tree = TypeVar("_Tree")
 
 
 def scoped(method: Method) -> Method:
-    """A method whose operations stand under its module's `name` in a profile (`jax.named_scope`)."""
+    """Decorates a method so that its operations appear under its module's `name` in a profile (`jax.named_scope`)."""
 
     @functools.wraps(method)
     def within(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ def scoped(method: Method) -> Method:
 
 
 def with_names(node: _Tree, name: str = "") -> _Tree:
-    """The tree with each module's `name`, where it has one, set to that of the field that holds it."""
+    """The tree, with the `name` of each module that has one set to the name of the field that holds it."""
     if isinstance(node, tuple | list):
         return type(node)(with_names(item, name) for item in node)
     if not isinstance(node, eqx.Module):

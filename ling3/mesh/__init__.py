@@ -1,4 +1,4 @@
-"""A model over many devices: which axis each array is cut along, and where the parts lie."""
+"""A model over many devices: the axis along which each array is sharded, and the placement of its shards."""
 
 from ling3.mesh.rules import MeshError, Rules
 from ling3.mesh.sharding import Layout, place, plan

@@ -1,4 +1,4 @@
-"""Agreement between the processes of a mesh: an error in one of them ends all, and leaves none waiting."""
+"""Agreement between the processes of a mesh: an error in one of them is raised in all, so that none waits for it."""
 
 import socket
 from types import TracebackType
@@ -10,16 +10,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ling3.mesh.sharding import processes
 
 BYTES = 4096
-"""The most that a process tells the others at a time; longer errors are cut."""
+"""The longest message of a process to the others; longer errors are truncated."""
 _WELL, _FAILED = "=", "!"
 
 
 class Together:
-    """A `with` statement around what every process of a mesh does in step; a mesh of one process, or None, needs none.
+    """Context manager for a block that every process of a mesh runs in step; a no-op for one process or no mesh.
 
-    If an exception leaves it in one process, it leaves it in all: there with its own type and a note that names the
-    process, elsewhere as an `error` whose message names process and host. They hear of it at the next `check`, or at
-    the end. A process that is killed says nothing: `jax.distributed` ends the others.
+    If an `Exception` leaves the block in one process, it gets a note there that names process and host, and the others
+    raise an `error` that names them too, in their next `check` or at the end of the block. A killed process cannot send
+    a message; `jax.distributed` then ends the others.
     """
 
     def __init__(self, mesh: Mesh | None, error: type[Exception]):
@@ -28,10 +28,10 @@ class Together:
         self._over = False
 
     def check(self, same: str = "") -> None:
-        """Raises if another process has failed, or has something else for `same`. All call this at the same point."""
+        """Raises `error` if another process failed or passed another `same`; all processes call it together."""
         if self._mesh is None:
             return
-        self._over = True  # also if the others cannot be asked, as they have ended
+        self._over = True  # remains True if the exchange fails because others have ended
         told = _told(self._mesh, _WELL + same)
         failed = [f"process {i}, {text[1:]}" for i, text in told.items() if text.startswith(_FAILED)]
         if failed:
@@ -58,7 +58,7 @@ class Together:
 
 
 def _told(mesh: Mesh, text: str) -> dict[int, str]:
-    """The messages of all processes of a mesh, by process index."""
+    """Sends this process's message to all others of the mesh; returns every process's message by process index."""
     own = np.zeros(BYTES, np.uint8)
     encoded = np.frombuffer(text.encode(errors="replace")[:BYTES], np.uint8)
     own[: encoded.size] = encoded

@@ -21,9 +21,9 @@ class Exchange:
     parts: int = 1
     repeats: int = 1
     x: Literal["here", "gathered"] = "here"
-    """gathered: the inputs are sharded and W has all columns, so the devices' inputs are gathered first."""
+    """gathered: the inputs are sharded and W has all columns, so an all-gather precedes the product."""
     y: Literal["here", "gathered", "summed", "sliced"] = "here"
-    """What becomes of the outputs that a device has computed.
+    """How the outputs that a device has computed are exchanged.
 
     here: they stay, as their reader (the heads of attention, the channels of a feed-forward) is sharded the same way;
     gathered: W has some rows, and every device needs all outputs; summed: inputs and columns are sharded alike, so the
@@ -75,9 +75,9 @@ class Exchange:
         index: Int[Array, "*batch"],
         rows: int,
     ) -> Float[Array, "*batch inner"]:
-        """Rows `index` of W, which `read` reads on this device.
+        """W[index]; `read` takes row numbers of this device's part.
 
-        With gathered outputs each device has `rows` rows, and the others add zeros in a psum, which is exact.
+        With gathered outputs a device has only `rows` of W's rows: a psum adds zeros from the others, which is exact.
         """
         if self.y != "gathered":
             return self.summed(read(index)) if self.fenced else read(index)

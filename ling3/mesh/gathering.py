@@ -1,4 +1,4 @@
-"""Whole arrays in the memory of a host, from their parts on a mesh."""
+"""Gathering a sharded array into the memory of one host."""
 
 import functools
 
@@ -13,14 +13,14 @@ from ling3.mesh.rules import Share
 from ling3.mesh.sharding import processes
 
 CHUNK = 2**28
-"""The most bytes of an array that devices gather at a time."""
+"""The most bytes of an array that the devices gather at once."""
 
 
 def gathered(value: jax.Array, share: Share, mesh: Mesh) -> Shaped[np.ndarray, "..."]:
-    """The whole of an array in the first process of a mesh, which copies it there part by part; nothing in the others.
+    """The unsharded array, in the first process of the mesh; an empty array in the other processes.
 
-    All processes of the mesh call this at once. Parts that the first process has on its own devices come from there;
-    else all devices gather some rows of all parts at a time, at most `CHUNK` bytes.
+    All processes of the mesh call this together. If the first process's devices have all parts, it copies them from
+    there; otherwise all devices gather some rows of every part at a time, at most `CHUNK` bytes.
     """
     first = processes(mesh)[0]
     keeps = jax.process_index() == first
@@ -50,7 +50,7 @@ def _rows(share: Share, begin: int, end: int) -> tuple[slice, ...]:
 
 
 def _on_host(value: jax.Array) -> Shaped[np.ndarray, "..."]:
-    """The numbers of a copy, as a JAX array keeps the host's version of itself once it was asked for it."""
+    """The array on the host, read from a temporary copy: a JAX array that is read caches its value on the host."""
     return np.asarray(jnp.array(value, copy=True))
 
 
@@ -58,7 +58,7 @@ def _on_host(value: jax.Array) -> Shaped[np.ndarray, "..."]:
 def _everyones(
     value: Shaped[Array, "..."], mesh: Mesh, share: Share, at: Int32[Array, ""], size: int
 ) -> Shaped[Array, "..."]:
-    """On every device, `size` rows of each part, from `at` on: [parts, …]."""
+    """All-gathers `size` rows of each part, from row `at` on: [parts, …] on every device."""
 
     def rows(part: Shaped[Array, "..."], at: Int32[Array, ""]) -> Shaped[Array, "..."]:
         return lax.all_gather(lax.dynamic_slice_in_dim(part, at, size, share.axis or 0), share.over)

@@ -1,4 +1,4 @@
-"""Random models, array by array."""
+"""Making random models one array at a time."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from jaxtyping import PRNGKeyArray
 def one_by_one(
     function: Callable[[PRNGKeyArray], list[Any]], key: PRNGKeyArray, take: Callable[[int, Any], None]
 ) -> None:
-    """Hands over each result of `function(key)` as soon as it is there, by its number: `take(i, result)`.
+    """Evaluates `function(key)`, calling `take(i, result)` for result i as soon as it is computed.
 
-    Operators run one after the other, as without `jax.jit`: in one program XLA would round some numbers otherwise.
-    What no result needs is not computed.
+    Operators run one at a time, as without `jax.jit`: within one program XLA would round some numbers differently.
+    Operators that no result depends on are skipped, and arrays are freed after their last use.
     """
     traced = jax.make_jaxpr(function)(key)
     program = traced.jaxpr
@@ -41,7 +41,7 @@ def one_by_one(
 
 
 def _needed(program: Jaxpr) -> list[Any]:
-    """The operators that some result of a program depends on, in its order."""
+    """The operators of a program that some result depends on, in program order."""
     used, steps = set(program.outvars), []
     for step in reversed(program.eqns):
         if not used.isdisjoint(step.outvars):

@@ -21,7 +21,7 @@ _Tree = TypeVar("_Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mesh of a model, and how each of its arrays is cut over it; static, so that programs are compiled for it.
+    """How each array of a model is sharded over its mesh; static under `jit`, so programs are compiled for it.
 
     On every device the model is a tree of the same modules with smaller arrays: fewer heads, channels or rows of the
     vocabulary. Functions of the model run on all devices at once (`jax.shard_map`).
@@ -29,23 +29,23 @@ class Placement:
 
     mesh: Mesh
     heads: str | None
-    """The axis of the mesh along which the memory of heads is cut."""
+    """The mesh axis along which the states of heads are sharded; None if they are replicated."""
     batch: str | None
-    """That along which the rows of a batch lie, with their memory."""
+    """The mesh axis along which the rows of a batch and their states are sharded; None if they are replicated."""
     specs: tuple[PartitionSpec, ...]
-    """Of the model's arrays, in the order of `jax.tree.leaves`."""
+    """For each array of the model, in the order of `jax.tree.leaves`."""
     shares: tuple[Any, ...]
-    """What each device has of them, a `ling3.mesh.rules.Share` each."""
+    """The parts of each array, a `ling3.mesh.rules.Share`, in the same order."""
     exchanges: tuple[tuple[str, Exchange | Spread], ...]
-    """What devices exchange around matrices and stacks of experts, by their paths in the model."""
+    """The collectives around matrices and stacks of experts, by their paths in the model."""
     rules: Any
-    """The `ling3.mesh.Rules` by which they are cut."""
+    """The `ling3.mesh.Rules` that the placement follows."""
 
     def run(self, function: Callable[..., Any], inputs: tuple[Any, ...], where: Any, out: Any, part: eqx.Module) -> Any:
-        """`function(part, *inputs)` on every device, with its own parts of the model and of the inputs.
+        """Runs `function(part, *inputs)` on every device, with its parts of the model `part` and of the inputs.
 
-        `where` are the specs of the inputs and `out` those of the results: prefixes of their trees. Not differentiable:
-        without `check_vma`, JAX would transpose what devices exchange into wrong sums. NotImplementedError for that.
+        `where` has the specs of the inputs and `out` those of the results, as prefixes of their trees. Raises
+        NotImplementedError if differentiated: without `check_vma`, JAX transposes the collectives into wrong sums.
         """
         arrays, statics = eqx.partition(part, eqx.is_array)
         leaves, tree = jax.tree.flatten(arrays)
@@ -58,11 +58,11 @@ class Placement:
         return mapped(*_without_derivative((leaves, *inputs)))
 
     def rows(self, batch: int) -> str | None:
-        """The axis over which so many rows are sharded; None if they are replicated, as it does not divide them."""
+        """The axis over which `batch` rows are sharded; None (replicated) if they do not divide evenly."""
         return self.batch if self.batch is not None and batch % self.mesh.shape[self.batch] == 0 else None
 
     def states(self, states: State, rows: str | None) -> State:
-        """The specs of some states (or of their shapes), whose rows and pages lie over the axis `rows`."""
+        """The specs of states (or of their shapes) whose slots and pages are sharded over the axis `rows`."""
         specs = [
             PartitionSpec(*(rows, *[None] * (axis - 1), self.heads) if axis else (rows,))
             for axis in shared_axes(states)
@@ -70,11 +70,11 @@ class Placement:
         return jax.tree.unflatten(jax.tree.structure(states), specs)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """Where an array of this spec lies."""
+        """The sharding of an array with this spec on the mesh."""
         return NamedSharding(self.mesh, spec)
 
     def put(self, tree: _Tree, specs: Any) -> _Tree:
-        """Arrays, of which every process has the whole, where they lie."""
+        """Shards arrays over the mesh by these specs; every process passes the complete arrays."""
 
         def placed(x: Any, spec: PartitionSpec) -> jax.Array:
             whole = np.asarray(x)
@@ -83,7 +83,7 @@ class Placement:
         return jax.tree.map(placed, tree, specs)
 
     def everywhere(self, tree: _Tree) -> _Tree:
-        """Arrays, of which every process has the whole, on every device."""
+        """Replicates arrays on all devices of the mesh; every process passes the complete arrays."""
         return self.put(tree, jax.tree.map(lambda _: PartitionSpec(), tree))
 
     def settled(self, tree: _Tree, specs: Any) -> _Tree:
@@ -91,32 +91,32 @@ class Placement:
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, self.sharding(spec)), tree, specs)
 
     def fetch(self, tree: _Tree) -> _Tree:
-        """Copies the parts of some arrays on this process's devices to the host, for `back`."""
+        """Copies this process's shards of some arrays to the host; `back` puts them on the devices again."""
         return jax.tree.map(_Parts.of, tree)
 
     def back(self, tree: _Tree) -> _Tree:
-        """The arrays of which `fetch` has taken the parts."""
+        """Puts the shards that `fetch` copied back on the devices, and returns the arrays."""
         return jax.tree.map(_Parts.array, tree, is_leaf=lambda node: isinstance(node, _Parts))
 
     @property
     def processes(self) -> int:
-        """How many processes have devices of the mesh."""
+        """The number of processes that have devices of the mesh."""
         return len({device.process_index for device in self.mesh.devices.flat})
 
     @property
     def sharers(self) -> int:
-        """How many devices share the memory of a sequence's heads."""
+        """The number of devices over which the states of a sequence's heads are sharded."""
         return 1 if self.heads is None else self.mesh.shape[self.heads]
 
     @property
     def row_groups(self) -> int:
-        """How many groups of devices have different rows."""
+        """The number of groups of devices that have different rows of a batch."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """The parts of an array that lie on this process's devices, each once."""
+    """A host copy of the shards that this process has of an array, each distinct one once, by index."""
 
     like: jax.ShapeDtypeStruct
     parts: dict[str, np.ndarray]
@@ -146,9 +146,9 @@ def _refuse_derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> A
 
 
 def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32[Array, "*shape"]:
-    """Numbers of slots or pages in terms of this device's `count`, one part of those along an axis.
+    """This device's local indices of slots or pages, from their global ones: it has `count` of those along `axis`.
 
-    Numbers of other devices, and of none, become `count`.
+    Indices that are not on this device become `count`, which is out of range. With no axis, nothing changes.
     """
     if axis is None:
         return numbers
@@ -157,5 +157,5 @@ def here(numbers: Int32[Array, "*shape"], count: int, axis: str | None) -> Int32
 
 
 def everyones(x: Shaped[Array, "rows *rest"], axis: str | None) -> Shaped[Array, "all *rest"]:
-    """The rows of all devices along an axis."""
+    """All-gathers the rows of all devices along an axis; with no axis, `x` itself."""
     return x if axis is None else lax.all_gather(x, axis, axis=0, tiled=True)

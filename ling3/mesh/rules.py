@@ -1,4 +1,4 @@
-"""The rules of a mesh: which logical axes of weights are cut over it, and what that means for each array."""
+"""The rules of a mesh: which logical axes of weights are sharded over it, and how each array is sharded then."""
 
 import dataclasses
 import math
@@ -14,41 +14,41 @@ from ling3.leaves import ArrayLeaf
 from ling3.mesh.exchange import LOCAL, Exchange
 
 WIDTH = 64
-"""Outputs that a device computes of a matrix are a multiple of this, which keeps the order of the unsharded sums."""
+"""A device computes a multiple of this many outputs of a matrix, which keeps the order of the unsharded sums."""
 
 HEADS = ("heads", "kv_heads", "groups")
-"""The logical axes that count heads, or several of them."""
+"""The logical axes that count heads, or groups of heads."""
 
 Axes = str | tuple[str, ...] | None
-"""One axis of a mesh, several of them (the first varying slowest), or none."""
+"""One axis of the mesh, several (the first varies slowest), or none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Along which axes of the mesh each logical axis is cut.
+    """Along which axes of the mesh each logical axis of the weights is sharded.
 
-    `data` and `tensor` cut nothing where the mesh has no such axis. All other logical axes (`hidden`, `latent`, …) are
-    whole on every device, and so is the residual stream. Devices along `batch` have different tokens, so only experts,
-    to which all tokens come, can be cut along it too.
+    `data` and `tensor` are ignored if the mesh has no such axis. All other logical axes (`hidden`, `latent`, …) are
+    replicated, and so is the residual stream. Devices along `batch` have different tokens, so only experts, which
+    gather the tokens of all devices, can be sharded along it too.
 
-    With `sums`, a matrix whose inputs are cut is cut by its columns, and the devices' products are summed. Without, it
-    is cut by its rows and gets all inputs: each number is then the sum of the same products in the same order as on one
-    device, whatever carries the messages, and no row's bits depend on its place in a batch.
+    With `sums`, a matrix whose inputs are sharded is sharded by columns, and the partial products are summed (psum).
+    Without, it is sharded by rows and its inputs are gathered: each output is then the sum of the same products in the
+    same order as on one device, whatever the interconnect, and a row's bits do not depend on its place in a batch.
 
-    XLA may still order the sums within fewer heads otherwise than within all. With `same_bits` each device has what all
-    heads remember and does the arithmetic between their projections for all, and XLA fuses nothing over a product:
-    logits in float32 then have the same bits for 1, 2, 4 and 8 devices along `tensor`. (In bfloat16 if XLA may not keep
-    float32 between operations, with `XLA_FLAGS=--xla_allow_excess_precision=false`.) A model without a mesh may still
-    be fused otherwise, and so may other numbers of rows along `data`. The weights are cut as without it, but for those
-    that attention reads as numbers (MLA's `kv_b_proj`).
+    XLA may still order sums differently for fewer heads. With `same_bits` each device has the states of all heads and
+    repeats the arithmetic between their projections for all, and XLA fuses nothing with a product: float32 logits then
+    have the same bits on 1, 2, 4 and 8 devices along `tensor`; bfloat16 logits too if XLA must not keep float32 between
+    operations (`XLA_FLAGS=--xla_allow_excess_precision=false`). A model without a mesh may still be fused differently,
+    and so may other numbers of rows along `data`. Most matrices are still sharded, but MLA's `kv_b_proj` (attention
+    reads its numbers), stacks of matrices per head and other arrays per head are replicated.
     """
 
     batch: str | None = "data"
     """Rows of a batch, and the slots and pages of an engine."""
     heads: str | None = "tensor"
-    """Heads of attention and their memory; with them key and value heads, and groups of heads."""
+    """Attention heads and their states; also key and value heads, and groups of heads."""
     intermediate: str | None = "tensor"
-    """Channels of a feed-forward, and those of experts where `experts` are not cut."""
+    """Channels of a feed-forward, and of each expert if `experts` are not sharded."""
     experts: Axes = "tensor"
     vocab: str | None = "tensor"
     sums: bool = False
@@ -69,7 +69,7 @@ class Rules:
             raise ValueError(f"Rules: experts are cut along {self.experts}, expected different axes")
 
     def check(self, mesh: Mapping[str, int]) -> None:
-        """MeshError for rules that name axes which a mesh of such sizes lacks, or leave some of its devices idle."""
+        """Raises MeshError if the rules name an axis that the mesh ({axis: size}) lacks, or leave one unused."""
         own = {name: getattr(self, name) for name in ("batch", "heads", "intermediate", "experts", "vocab")}
         axes = {name: (axis,) if isinstance(axis, str) else axis or () for name, axis in own.items()}
         shown = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.items())
@@ -84,7 +84,7 @@ class Rules:
             )
 
     def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh of such sizes along which a logical axis of weights is cut; none if it is not."""
+        """The axes of the mesh ({axis: size}) along which a logical axis is sharded; empty if it is replicated."""
         named = {"heads": self.heads, "kv_heads": self.heads, "groups": self.heads, "intermediate": self.intermediate}
         found = (named | {"experts": self.experts, "vocab": self.vocab}).get(logical)
         return tuple(axis for axis in ((found,) if isinstance(found, str) else found or ()) if axis in mesh)
@@ -92,17 +92,17 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Each device's part of an array: along `axis`, the numbers from `first` to `end` and zeros up to `width`."""
+    """The part of an array on device d: [first, end) = spans[d] along `axis`, padded with zeros to `width`."""
 
     axis: int | None = None
     over: tuple[str, ...] = ()
-    """The axes of the mesh."""
+    """The mesh axes that `axis` is sharded over."""
     spans: tuple[tuple[int, int], ...] = ()
     width: int = 0
 
     @staticmethod
     def even(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], multiple: int = 1) -> "Share":
-        """Equal widths, of a multiple of `multiple`; the last devices may have fewer numbers, or none."""
+        """Parts of equal width, a multiple of `multiple`; the last ones may be padding in part, or entirely."""
         devices = _devices(over, mesh)
         width = -(-size // (devices * multiple)) * multiple
         spans = tuple((min(d * width, size), min((d + 1) * width, size)) for d in range(devices))
@@ -110,7 +110,7 @@ class Share:
 
     @staticmethod
     def repeated(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> "Share":
-        """Equal parts of which `repeats` neighbours have the same one."""
+        """Equal parts, each of which is on `repeats` neighbouring devices."""
         devices = _devices(over, mesh)
         width = size * repeats // devices
         spans = tuple((d // repeats * width, (d // repeats + 1) * width) for d in range(devices))
@@ -118,26 +118,26 @@ class Share:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Of an array that has all devices' parts side by side."""
+        """The spec of the stored array, which concatenates all devices' parts."""
         return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, self.over)
 
     def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of all devices' parts side by side, for an array of shape `whole`."""
+        """The shape of the stored array (all devices' parts concatenated) for an array of shape `whole`."""
         return self._sized(whole, self.width * len(self.spans))
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one device's part of the array."""
+        """The shape of one device's part of an array of shape `whole`."""
         return self._sized(whole, self.width)
 
     def unstored(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the array that is cut, where all parts side by side have the shape `stored`."""
+        """The shape of the unsharded array, given that of the stored one, which has padding and repeats."""
         return self._sized(stored, max((end for _, end in self.spans), default=0))
 
     def _sized(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
         return whole if self.axis is None else (*whole[: self.axis], size, *whole[self.axis + 1 :])
 
     def places(self, index: tuple[Int[np.ndarray, " n"], ...]) -> tuple[Int[np.ndarray, " n"], ...]:
-        """Where numbers of the array that is cut, at an index for each axis, are among all parts side by side."""
+        """Converts indices of elements (an array per axis) from the unsharded array to the stored one."""
         if self.axis is None:
             return index
         begins = np.asarray([begin for begin, _ in self.spans])
@@ -146,11 +146,11 @@ class Share:
         return (*index[: self.axis], own, *index[self.axis + 1 :])
 
     def number(self, index: tuple[slice, ...]) -> int:
-        """The number of the part at such a place in `stored`."""
+        """The number of the part that this index (a slice per axis) selects in the stored array."""
         return 0 if self.axis is None else (index[self.axis].start or 0) // self.width
 
     def part(self, whole: Shaped[np.ndarray, "..."], number: int) -> Shaped[np.ndarray, "..."]:
-        """One part of a whole array."""
+        """Part `number` of an unsharded array, padded to `width`."""
         if self.axis is None:
             return whole
         first, end = self.spans[number]
@@ -159,7 +159,7 @@ class Share:
         return np.pad(own, missing)
 
     def whole(self, stored: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """The array of which `stored` has all devices' parts: each number once, and no zeros at the end."""
+        """The unsharded array, from the stored one: without repeats and padding."""
         if self.axis is None:
             return stored
         kept, seen = [], set()
@@ -171,18 +171,18 @@ class Share:
 
 
 WHOLE = Share()
-"""All of it on every device."""
+"""Replicated: every device has all of the array."""
 
 
 class MeshError(ValueError):
-    """A model that cannot be cut over so many devices; the message names the axis, its size and what would fit."""
+    """Raised for a model that cannot be sharded over a mesh as the rules say; the message says what would fit."""
 
 
 def share_of(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
-    """Each device's part of an array, and the exchange around its product if it is a matrix's.
+    """Each device's part of an array, and the exchange around the product if the array belongs to a matrix.
 
     `mesh` has the size of each axis. Raises MeshError for an array whose axes have no names, and for an axis that
-    cannot be cut so.
+    cannot be sharded as the rules say.
     """
     if leaf.value.ndim and not leaf.axes:
         raise MeshError(
@@ -200,9 +200,9 @@ def share_of(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Sh
 
 
 def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Share, Exchange]:
-    """What each device has of a matrix, in rows, columns and matrices of a stack."""
+    """The share of a matrix or of a stack of them, counted in rows, columns and matrices, and the exchange."""
     *stack, outer, inner = leaf.module.axes
-    own = len(stack)  # the axis of the outputs, the last one of a bias
+    own = len(stack)  # the axis of the outputs, which is a bias's last one
     counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
     over = {axis: rules.axes_of(axis, mesh) for axis in counted}
     if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, "vocab")):
@@ -217,7 +217,7 @@ def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[
 
 
 def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:
-    """Of an array that is no matrix: along its heads, if it has any."""
+    """The share of an array that belongs to no matrix: sharded by heads, if it has any."""
     if rules.same_bits or "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
         return WHOLE
     at = leaf.axes.index("heads")
@@ -225,11 +225,11 @@ def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:
 
 
 def _gathered(leaf: ArrayLeaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
-    """Of a matrix whose inputs and outputs are whole on every device."""
+    """For `same_bits`: a matrix sharded by rows, whose inputs and gathered outputs every device has."""
     (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
     if (
         rows % devices or not _aligned(leaf, rows // devices) or leaf.module.axes[1] == "latent"
-    ):  # attention reads its numbers
+    ):  # attention reads this matrix's numbers
         return WHOLE, LOCAL
     return Share.even(0, rows, axes, mesh), Exchange(axis, devices, y="gathered")
 
@@ -237,7 +237,7 @@ def _gathered(leaf: ArrayLeaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -
 def _outputs(
     leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
 ) -> tuple[Share, Exchange]:
-    """Of a matrix whose outputs are cut; into parts of any width, if `narrow` ones may be."""
+    """A matrix whose outputs are sharded; `narrow` allows parts of any width, not only aligned ones."""
     outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, _devices(axes, mesh)
     if outer == "vocab":
         return Share.even(own, rows, axes, mesh, math.lcm(WIDTH, _step(leaf.module, 0))), Exchange(
@@ -253,7 +253,7 @@ def _outputs(
 def _inputs(
     leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool
 ) -> tuple[Share, Exchange]:
-    """Of a matrix whose inputs are cut."""
+    """A matrix whose inputs are sharded: by columns with `sums`, otherwise by rows."""
     weight, inner, [axis], devices = leaf.module.shape, leaf.module.axes[own + 1], axes, _devices(axes, mesh)
     repeats = _repeats(leaf, inner, leaf.units(inner), axes, mesh)
     if sums:
@@ -268,28 +268,28 @@ def _inputs(
 
 
 def _aligned(leaf: ArrayLeaf, width: int) -> bool:
-    """True if parts of so many rows are computed as the whole is, and cut no block of a quantized matrix in two."""
+    """True if parts of `width` rows keep the unsharded order of sums, and are full quantized blocks or inside one."""
     step = _step(leaf.module, 0)
     return width % WIDTH == 0 and (width % step == 0 or step % width == 0)
 
 
 def _step(matrix: Matrix, axis: int) -> int:
-    """Rows (axis 0) or columns (1) of a matrix that belong together, as they share scales or a word."""
+    """The number of rows (axis 0) or columns (1) that are stored together, as they share scales or a packed word."""
     if not isinstance(matrix, QuantizedMatrix):
         return 1
     return math.lcm(*(matrix.steps(field)[axis] or 1 for field in matrix.STORED))
 
 
 def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
-    """A share of a matrix in the elements of one of its tensors; parts within one block all have its scale.
+    """Converts a share of a matrix to the elements of one of its tensors; parts of one block all get its scale.
 
-    MeshError if a part has a piece of a block or of a word beside something else.
+    Raises MeshError if a part would have a fraction of a block or of a packed word next to something else.
     """
     matrix = leaf.module
     if share.axis is None or not isinstance(matrix, QuantizedMatrix):
         return share
     axis, size = share.axis - len(matrix.shape) + 2, matrix.shape[share.axis]
-    if axis < 0:  # whole matrices of a stack
+    if axis < 0:  # a stack is sharded by matrices
         return share
     if (step := matrix.steps(leaf.field)[axis]) is None:
         return WHOLE
@@ -313,7 +313,7 @@ def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], r
 
 
 def _repeats(leaf: ArrayLeaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-    """How many neighbours have the same part of a logical axis of so many units; MeshError if it cannot be cut so."""
+    """How many neighbours have the same part of an axis of `units` heads; raises MeshError if no even split exists."""
     devices = _devices(over, mesh)
     if axis not in HEADS or units % devices == 0:
         return 1

@@ -1,7 +1,7 @@
-"""A model on a mesh of devices: the plain tree of modules, of which every device runs its own part.
+"""A model on a mesh of devices: the plain tree of modules, of which every device runs its part.
 
-No layer knows of it. In a device's part each matrix, and each stack of experts, that devices share stands in a
-`ShardedMatrix` or `ShardedExperts`, whose products are the whole one's as far as the device reads them.
+Layers do not know about the mesh. In a device's part, each sharded matrix or stack of experts is wrapped in a
+`ShardedMatrix` or `ShardedExperts`, which returns the outputs of the unsharded one that the device needs.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from ling3.ops.spread import Spread
 
 
 class ShardedMatrix(Matrix):
-    """A part of a matrix, or the whole, around whose product a device exchanges something with others."""
+    """A part of a matrix, or all of it, with the collectives around its product."""
 
     matrix: Matrix
     """The numbers on this device: some rows or columns of W, or all of it."""
@@ -44,7 +44,7 @@ class ShardedMatrix(Matrix):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype in which the matrix is computed."""
+        """The dtype in which the matrix's products are computed."""
         return self.matrix.dtype
 
     @property
@@ -59,18 +59,18 @@ class ShardedMatrix(Matrix):
     def product(
         self, x: Float[Array, "rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "rows {self.out_features}"]:
-        """x Wᵀ, as far as the device reads it."""
+        """x Wᵀ: the outputs that this device has after the exchange."""
         return self.exchange.after(self._sums(x, execution))
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
-        """W[index], from the device that has the row."""
+        """W[index], from whichever devices have these rows."""
         return self.exchange.row(lambda own: self.matrix.row(own, execution), index, self.matrix.out_features)
 
     @scoped
     def __call__(
         self, x: Float[Array, "*batch {self.in_features}"], execution: Execution = PLAIN, dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch {self.out_features}"]:
-        """x Wᵀ, as far as the device reads it. Outputs are exchanged in the dtype of the result."""
+        """x Wᵀ: the outputs that this device has after the exchange, which moves them in the dtype of the result."""
         y = self._sums(x.reshape(-1, x.shape[-1]), execution)
         return self.exchange.after(y.reshape(*x.shape[:-1], y.shape[-1]).astype(x.dtype if dtype is None else dtype))
 
@@ -80,7 +80,7 @@ class ShardedMatrix(Matrix):
 
 
 class ShardedExperts(Experts):
-    """Some of the experts, or some channels of all, for the tokens of all devices that share them."""
+    """Some of the experts, or some channels of each, applied to the tokens of all devices that share them."""
 
     spread: Spread = eqx.field(static=True, kw_only=True)
 
@@ -100,16 +100,16 @@ class ShardedExperts(Experts):
 
 
 class Sharded(CausalLM):
-    """A `CausalLM` whose arrays lie over a mesh, as `ling3.mesh.place` and `load(…, mesh=mesh)` make it.
+    """A `CausalLM` whose arrays are sharded over a mesh, as `ling3.mesh.place` and `load(…, mesh=mesh)` make it.
 
-    It has the same methods and results. On each device the modules are those of `part`, with smaller arrays.
+    It has the same methods and results. Each device runs the modules of `part`, on its shards of their arrays.
     """
 
     placement: Placement = eqx.field(static=True, kw_only=True)
 
     @property
     def part(self) -> CausalLM:
-        """A device's part of the model, which runs in `Placement.run` alone."""
+        """The model with its collectives, as each device runs it; only for use in `Placement.run`."""
         exchanges = dict(self.placement.exchanges)
 
         def shared(path: tuple[Any, ...], node: Any) -> Any:
@@ -127,14 +127,14 @@ class Sharded(CausalLM):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its whole arrays, in the order of `jax.tree.leaves`."""
+        """The shapes of the unsharded arrays, in the order of `jax.tree.leaves`."""
         shares = self.placement.shares
         return tuple(share.unstored(shape) for share, shape in zip(shares, self.part.shapes, strict=True))
 
     def watched(
         self, tokens: Int[Array, "batch seq"], span: Span
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
-        """The logits of whole sequences. ValueError for a recorder."""
+        """The logits of complete sequences. Raises ValueError for a span with a recorder."""
         if span.watched:
             raise ValueError("interventions: a model on a mesh takes none; run them on the model of one device")
         where = PartitionSpec(self.placement.rows(tokens.shape[0]))
@@ -142,7 +142,7 @@ class Sharded(CausalLM):
         return self.placement.run(scored, (tokens,), (where,), where, self.part)
 
     def empty_states(self, spec: CacheSpec) -> tuple[State, ...]:
-        """The memory of every mixer before the first token. ValueError if a layer's pages cannot be packed."""
+        """The states of all mixers before the first token. Raises ValueError if a layer's pages cannot be packed."""
         shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(spec))
         rows = self.placement.rows(math.gcd(spec.slots, spec.pages))
         groups = 1 if rows is None else self.placement.row_groups
@@ -178,5 +178,5 @@ class Sharded(CausalLM):
 
 
 def placement_of(model: CausalLM) -> Placement | None:
-    """The placement of a model on a mesh; None for a model that is on none."""
+    """The placement of a model on a mesh; None for a model without a mesh."""
     return model.placement if isinstance(model, Sharded) else None

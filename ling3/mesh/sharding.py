@@ -1,4 +1,4 @@
-"""Sharding a model: from a whole model to its parts on a mesh, and back."""
+"""Sharding a model over a mesh: the plan (`plan`) and its execution (`place`)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from ling3.ops.spread import Spread
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The parts of a model's arrays that each device of a mesh has, in the order of `jax.tree.leaves`."""
+    """How a model's arrays are sharded over a mesh, in the order of `jax.tree.leaves`."""
 
     placement: Placement
     shares: tuple[Share, ...]
@@ -33,9 +33,9 @@ class Layout:
         return [self.placement.sharding(spec) for spec in self.placement.specs]
 
     def array(self, i: int, whole: tuple[int, ...], read: Callable[[Share, int], np.ndarray]) -> jax.Array:
-        """Array i over the devices of this process and others: `read(share, part)` gives one part of it.
+        """Array i on the mesh: `read(share, number)` returns one part of it, called for this process's parts only.
 
-        `whole` is the shape of the array that is cut. A part that several devices of this process have is read once.
+        `whole` is the shape of the unsharded array. A part that several devices of this process have is read once.
         """
         share, arrays = self.shares[i], []
         for number, devices in self.local(i, whole).items():
@@ -44,7 +44,7 @@ class Layout:
         return jax.make_array_from_single_device_arrays(share.stored(whole), self.shardings[i], arrays)
 
     def local(self, i: int, whole: tuple[int, ...]) -> dict[int, list[Any]]:
-        """The parts of array i that this process has, and on which devices; equal parts are one."""
+        """The numbers of the parts of array i that this process has, with their devices; repeated parts count once."""
         share, parts = self.shares[i], {}
         for device, index in self.shardings[i].addressable_devices_indices_map(share.stored(whole)).items():
             assert index is not None, "a sharding over a mesh has a place for each device"
@@ -53,7 +53,7 @@ class Layout:
         return dict(parts.values())
 
     def structure(self, tree: CausalLM) -> Sharded:
-        """The model with the shape, dtype and place of each array instead of its numbers."""
+        """The model with a `ShapeDtypeStruct` (shape, dtype and sharding) in place of each array."""
         arrays = [
             jax.ShapeDtypeStruct(share.stored(x.shape), x.dtype, sharding=sharding)
             for share, x, sharding in zip(self.shares, jax.tree.leaves(tree), self.shardings, strict=True)
@@ -62,16 +62,16 @@ class Layout:
         return jax.tree.unflatten(jax.tree.structure(traced), arrays)
 
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> Sharded:
-        """The model of such arrays; `tree` has its structure."""
+        """The model made of these arrays, with the structure of `tree`."""
         placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
         return Sharded(placed.model, placed.lm_head, placed.config, placed.origin, placement=self.placement)
 
 
 def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
-    """How a model (or its structure) lies on a mesh.
+    """How a model (or its structure) is sharded over a mesh.
 
-    Raises MeshError, with the axis, its size and what would fit, if it cannot be cut so; and for a model that lies on a
-    mesh already.
+    Raises MeshError if it cannot be sharded as the rules say, with the axis, its size and what would fit; and for a
+    model that is on a mesh already.
     """
     rules, sizes = Rules() if rules is None else rules, dict(mesh.shape)
     rules.check(sizes)
@@ -99,12 +99,12 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with axes over which arrays move to where a function takes them; other types ask the caller to do so."""
+    """The mesh with axes of type Auto: JAX reshards arrays as needed, which other types leave to the caller."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def check(mesh: Mesh | None, rules: Rules | None) -> None:
-    """ValueError for rules without a mesh, and for a mesh on which this process has no device."""
+    """Raises ValueError for rules without a mesh, and for a mesh on which this process has no device."""
     if mesh is None and rules is not None:
         raise ValueError("rules: found some, and no mesh; give the mesh that they are for, as mesh=")
     if mesh is not None and jax.process_index() not in processes(mesh):
@@ -115,12 +115,12 @@ def check(mesh: Mesh | None, rules: Rules | None) -> None:
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """The numbers of the processes that have the devices of a mesh."""
+    """The sorted indices of the processes that have devices of a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def _check_size(leaf: ArrayLeaf, share: Share) -> None:
-    """MeshError for an array that belongs to a matrix and has other axes than it, along which it would be cut."""
+    """Raises MeshError if an array does not have the size along its sharded axis that its matrix has."""
     shape, size = leaf.value.shape, max((end for _, end in share.spans), default=0)
     if share.axis is not None and (share.axis >= len(shape) or shape[share.axis] != size):
         kind = type(leaf.module).__name__
@@ -131,14 +131,14 @@ def _check_size(leaf: ArrayLeaf, share: Share) -> None:
 
 
 def _spread(experts: Experts, share: Share, exchange: Exchange, batch: str | None) -> Spread | None:
-    """How devices share the experts of which one matrix lies so."""
+    """How devices share experts, from the share of one of their matrices; None if the matrix does not show it."""
     if share.axis == 0:
         return Spread(share.over, experts.count, batch if batch in share.over else None)
     return Spread((exchange.axis,), experts.count, parts=True) if exchange.y == "summed" else None
 
 
 def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Sharded:
-    """The model on a mesh: each array cut by the rules, so that `step`, `generate` and engines run on all devices.
+    """Shards a model over a mesh by the rules, so that `step`, `generate` and engines run on all devices.
 
     The arrays pass through the host's memory one by one. Raises MeshError as `plan` does.
     """

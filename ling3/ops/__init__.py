@@ -1,1 +1,1 @@
-"""Pure functions over arrays: no modules, no weights of their own, no configuration."""
+"""Operators as pure functions of arrays: for each a Protocol and a plain form, and kernels in `cpu` and `gpu`."""

@@ -1,4 +1,4 @@
-"""Absorbed products between a head's channels and the latents, by which a decode step attends to latents themselves."""
+"""MLA's absorbed products, for decode steps: queries into the latent space, and attended latents back to values."""
 
 from typing import Protocol, runtime_checkable
 
@@ -11,21 +11,21 @@ from ling3.ops.precision import Accumulation, Wide, exact, summed_in
 
 @runtime_checkable
 class LatentQueries(Protocol):
-    """q W_uk of each head, summed in `sums` or wider (DeepSeek-V2, arXiv 2405.04434, §2.1.2).
+    """q W_uk of each head, accumulated in `sums` or wider (DeepSeek-V2, arXiv 2405.04434, §2.1.2).
 
-    The rows of `weight`, `kv_b_proj`, are [W_uk | W_uv] of each head: nope + value of them.
+    `weight` is `kv_b_proj`: for each head the nope rows of W_uk, then the value rows of W_uv.
     """
 
     def __call__(
         self, q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation, /
     ) -> Wide[Array, "batch heads latent"]:
-        """Each head's query among the latents."""
+        """Each head's query in the latent space."""
         ...
 
 
 @runtime_checkable
 class LatentValues(Protocol):
-    """W_uv times each head's weighted sum of latents, summed in `sums` or wider."""
+    """W_uv (`value` rows) times each head's weighted sum of latents, accumulated in `sums` or wider."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class LatentValues(Protocol):
 def latent_queries(
     q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
-    """The plain form of `LatentQueries`, which is its specification."""
+    """The plain form of `LatentQueries`: its reference implementation."""
     w_uk = rearrange(weight, "(h d) l -> h d l", h=q.shape[1])[:, : q.shape[2]]
     return _per_head("hbn,hnl->hbl", q, w_uk, sums)
 
@@ -53,7 +53,7 @@ def latent_values(
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
-    """The plain form of `LatentValues`, which is its specification."""
+    """The plain form of `LatentValues`: its reference implementation."""
     w_uv = rearrange(weight, "(h d) l -> h d l", h=summed.shape[1])[:, -value:]
     return _per_head("hbl,hvl->hbv", summed, w_uv, sums)
 
@@ -63,7 +63,7 @@ def _per_head(
 ) -> Wide[Array, "batch heads outer"]:
     """One matrix product per head: `product` is an einsum over [heads, batch, inner].
 
-    Heads stand first because XLA's CPU backend has no bfloat16 product for the other order.
+    The head axis comes first because XLA's CPU backend has no bfloat16 product for the other order.
     """
     rows = rearrange(x, "b h i -> h b i")
     y = jnp.einsum(product, rows, weight, preferred_element_type=summed_in(x.dtype, sums), precision=exact(x.dtype))

@@ -1,4 +1,4 @@
-"""Softmax attention over latents, block by block and page by page, and the plain form that specifies it."""
+"""Softmax attention over whole sequences, paged caches and MLA latents; `attention` is the simple specification."""
 
 import dataclasses
 from typing import Protocol, runtime_checkable
@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import Wide, exact, wide
 
-# Keys per step of `block_attention`: fixed, so that sums have the same order at any context length.
+# Keys per step of `block_attention`: fixed, so that the summation order is the same at any context length.
 BLOCK = 256
-# Rows that share an iteration of `paged_attention`.
+# Batch rows that share an iteration of `paged_attention`.
 GROUP = 8
 
 
@@ -23,7 +23,7 @@ def attention(
     v: Float[Array, "batch heads positions value"],
     mask: Bool[Array, "batch rows positions"],
 ) -> Float[Array, "batch heads rows value"]:
-    """softmax(q kᵀ) v over the allowed positions, in float32 or wider: the specification. Nothing allowed gives 0."""
+    """softmax(q kᵀ) v over the allowed positions, in the dtype of q: the specification. With none allowed, 0."""
     scores = jnp.einsum("bhrw,bhpw->bhrp", q, k, precision=lax.Precision.HIGHEST)
     scores = jnp.where(jnp.broadcast_to(mask[:, None], scores.shape), scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -34,9 +34,10 @@ def attention(
 
 @dataclasses.dataclass(frozen=True)
 class Expansion:
-    """How entries [latent | rope] become keys [nope | rope] and values of every head: data that a kernel can read.
+    """Expands MLA's entries [latent | rope] to every head's keys [nope | rope] and values.
 
     weight · latent is [nope | value] of each head; all heads share the rope part (DeepSeek-V2, arXiv 2405.04434, §2.1).
+    It is data rather than a function, so that a kernel can read it.
     """
 
     weight: Float[Array, "channels latent"]  # heads·(nope + value)
@@ -55,7 +56,7 @@ class Expansion:
         Float[Array, "batch {self.heads} positions {self.nope+entries.shape[-1]-self.weight.shape[1]}"],
         Float[Array, "batch {self.heads} positions {self.value}"],
     ]:
-        """The keys and values of some entries, in `dtype`."""
+        """Every head's keys and values for the given entries, in `dtype`."""
         latent, k_rope = jnp.split(entries.astype(dtype), [self.weight.shape[1]], axis=-1)
         flat = self.times(latent.reshape(-1, latent.shape[-1]), self.weight).astype(dtype)
         expanded = rearrange(flat, "(b p) (h d) -> b h p d", b=entries.shape[0], h=self.heads)
@@ -66,11 +67,11 @@ class Expansion:
 
 @dataclasses.dataclass(frozen=True)
 class PerHead:
-    """Entries that are the keys and values of every head themselves: [key of each head | value of each head]."""
+    """Splits entries that hold every head's key and value already: [key of each head | value of each head]."""
 
     heads: int
     value: int
-    """Numbers of a head's value, and of its key."""
+    """Channels of a head's key, and of its value."""
 
     def keys_and_values(
         self, entries: Float[Array, "batch positions {2*self.heads*self.value}"], dtype: DTypeLike
@@ -78,7 +79,7 @@ class PerHead:
         Float[Array, "batch {self.heads} positions {self.value}"],
         Float[Array, "batch {self.heads} positions {self.value}"],
     ]:
-        """The keys and values of some entries, in `dtype`."""
+        """Every head's keys and values for the given entries, in `dtype`."""
         both = rearrange(entries.astype(dtype), "b p (two h d) -> two b h p d", two=2, h=self.heads)
         return both[0], both[1]
 
@@ -88,7 +89,7 @@ class BlockAttention(Protocol):
     """Causal attention over whole sequences without a cache, as in training. Differentiable.
 
     `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
-    `window`, to the last so many of them, its own among these. Sums and result are float32 or wider. Without an
+    `window`, only to the last `window` of them, its own included. Sums and result are float32 or wider. Without an
     `expansion` an entry is both key and value, for all heads.
     """
 
@@ -108,8 +109,9 @@ class BlockAttention(Protocol):
 
 @runtime_checkable
 class PagedAttention(Protocol):
-    """The same of several tokens over pages, as in prefill: `table[b, i]` is the page of row b's positions
-    [page·i, page·(i+1))."""
+    """`BlockAttention` over a paged cache, as in prefill; need not be differentiable.
+
+    `table[b, i]` is the page with row b's positions [page·i, page·(i+1))."""
 
     def __call__(
         self,
@@ -131,7 +133,7 @@ class LatentAttention(Protocol):
     """The absorbed attention of a decode step: softmax(q entriesᵀ) entries over each row's pages, float32 or wider.
 
     An entry is both key and value, for all heads (DeepSeek-V2, arXiv 2405.04434, §2.1.2): `rows` are the heads'
-    queries of one token, already scaled. Pages, table, `length` and what a query sees are those of `PagedAttention`.
+    queries of one token, already scaled. Pages, table, `length` and the causal mask are as in `PagedAttention`.
     """
 
     def __call__(
@@ -176,14 +178,14 @@ def paged_attention(
 ) -> Wide[Array, "batch heads rows value"]:
     """The plain form of `PagedAttention`.
 
-    Rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each group
-    and page column in use, so a long row adds no work to other groups. Each row's pages are summed in order, whatever
-    the other rows are. Columns wholly behind a `window` are not read.
+    Batch rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each
+    group and page column in use, so a long row adds no work to other groups. Each row sums its pages in order,
+    independently of the other rows. Pages entirely before a `window` are not read.
 
     Not differentiable, since the number of iterations depends on the data.
     """
     batch, page_size, columns = q.shape[0], pages.shape[1], table.shape[1]
-    if window is not None:  # each row begins with the page of the oldest position that it attends to
+    if window is not None:  # start each row at the page of the oldest position that it attends to
         oldest = jnp.where(length > 0, jnp.min(row_positions, axis=1) - window + 1, 0)
         first = jnp.maximum(oldest, 0)[:, None] // page_size
         table = jnp.take_along_axis(table, first + jnp.arange(columns, dtype=jnp.int32)[None], axis=1, mode="clip")
@@ -203,7 +205,7 @@ def paged_attention(
     q, row_positions, table = (x.at[rows].get(mode="clip") for x in (q, row_positions, table))
     length = length.at[rows].get(mode="fill", fill_value=0)
     readers = jnp.sum(used[None] > jnp.arange(columns, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-    turns = -(-readers // GROUP)  # groups of rows that have a page of this column
+    turns = -(-readers // GROUP)  # groups of rows that have a page in this column
     turn_ends = jnp.cumsum(turns)
 
     def turn(t, carry):
@@ -230,7 +232,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """The plain form of `LatentAttention`, which is its specification."""
+    """The plain form of `LatentAttention`: its reference implementation."""
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 
 
@@ -257,7 +259,7 @@ def _attend(
     expansion: Expansion | PerHead | None,
     window: int | None,
 ) -> _Carry:
-    """The running softmax after one more block of positions, from `first` on."""
+    """Adds a block of entries, at positions from `first` on, to the running softmax."""
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
     # Entries that were never written, or whose page was freed, may be NaN, and 0 · NaN is NaN.
     used = positions[None] < length[:, None]
@@ -267,7 +269,7 @@ def _attend(
         allowed &= positions[None, None] > row_positions[..., None] - window
     entries = jnp.where(used[..., None], block, 0.0)
     if expansion is None:
-        # The whole entry is the value: summing k_rope too costs less than slicing it off in every block.
+        # The value is the full entry: summing k_rope too costs less than slicing it off in every block.
         k = v = entries.astype(q.dtype)[:, None]
     else:
         k, v = expansion.keys_and_values(entries, q.dtype)
@@ -281,9 +283,9 @@ def accumulate(
     v: Float[Array, "batch heads positions value"],
     allowed: Bool[Array, "batch rows positions"],
 ) -> _Carry:
-    """The running softmax after some more keys and values, of which each row sees those `allowed` to it.
+    """Adds keys and values to the running softmax; each query row sees those that `allowed` marks.
 
-    Keys and values that no row is allowed to see are finite: 0 · NaN is NaN.
+    Keys and values must be finite even where they are masked for every row, since 0 · NaN is NaN.
     """
     top, total, sums = carry
     dtype = top.dtype
@@ -300,6 +302,6 @@ def accumulate(
 
 
 def finish(carry: _Carry) -> Wide[Array, "batch heads rows value"]:
-    """The softmax's weighted sum of values."""
+    """Normalizes the running softmax: the weighted sum of values, or 0 for rows that saw none."""
     _, total, sums = carry
     return sums / jnp.maximum(total, jnp.finfo(total.dtype).tiny)[..., None]

@@ -1,8 +1,8 @@
-"""Attention of many query heads over entries that are key and value at once: a sink, a window, and compressed ones.
+"""Attention of many query heads over entries that are both key and value: a sink, a window and compressed entries.
 
-One softmax runs over all of them: each function takes its running sums and gives them on (`attention.accumulate`).
-Queries are rows `token · heads + head`, already scaled. Pages are [pages, page, channels], or bytes [pages, bytes] of
-a `Packing`, which are unpacked as they are read.
+One softmax covers all of them: each function takes its running sums and returns them updated (`attention.accumulate`).
+Queries are already scaled; the sums have a row `token · heads + head` for each. Pages are [pages, page, channels], or
+[pages, bytes] in the format of a `Packing`, unpacked as they are read.
 """
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ Sums = tuple[
 
 
 def sink(q: Float[Array, "batch seq heads channels"], logit: Float[Array, " heads"] | None) -> Sums:
-    """The sums before the first entry: those of a sink, whose score is its head's logit and whose value is 0."""
+    """The initial sums: of an attention sink with its head's `logit` as score and the value 0, or empty without one."""
     dtype, (batch, seq, heads, channels) = wide(q.dtype), q.shape
     rows = (batch, 1, seq * heads)
     nothing = jnp.zeros((*rows, channels), dtype)
@@ -38,10 +38,10 @@ def over_window(
     inputs: Float[Array, "batch tokens channels"],
     start: Int32[Array, " batch"],
 ) -> Sums:
-    """The sums after the entries of each token and of the tokens before it that `inputs` begins with.
+    """Adds, for each token, its own entry and those of the `tail` tokens before it, where tail = tokens - seq.
 
-    These are the tail, tokens - seq of them: column i of `inputs` is the entry at position start - tail + i. Queries go
-    in bands of up to tail + 1 tokens, each with the columns that one of them sees.
+    Column i of `inputs` is the entry at position start - tail + i. Queries are processed in bands of up to tail + 1
+    tokens, each with only the columns that some token of the band sees.
     """
     seq, heads = q.shape[1:3]
     tail = inputs.shape[1] - seq
@@ -49,7 +49,7 @@ def over_window(
     bands = -(-seq // band)
     spare = bands * band - seq
 
-    def cut(x):  # [batch, heads=1, seq·heads, …] to bands, and the reverse
+    def cut(x):  # [batch, heads=1, seq·heads, …] into bands; `whole` is the inverse
         x = jnp.pad(x, ((0, 0), (0, 0), (0, spare * heads), *((0, 0),) * (x.ndim - 3)))
         return rearrange(x, "b one (n r) ... -> (b n) one r ...", n=bands)
 
@@ -75,9 +75,9 @@ def over_entries(
     seen: Int32[Array, "batch seq"],
     chosen: Bool[Array, "batch seq entries"] | None,
 ) -> Sums:
-    """The sums after contiguous entries, of which a token sees the first `seen`, or of these those `chosen` for it.
+    """Adds contiguous entries: a token sees the first `seen` of them, or those of these that `chosen` marks for it.
 
-    Differentiable; BLOCK entries at a time.
+    Differentiable. Processes BLOCK entries at a time.
     """
     spare = -entries.shape[1] % BLOCK
     entries = jnp.pad(entries, ((0, 0), (0, spare), (0, 0)))
@@ -100,7 +100,7 @@ def over_pages(
     chosen: Bool[Array, "batch seq entries"] | None,
     packing: Packing | None = None,
 ) -> Sums:
-    """The same over pages: `table[b, i]` is the page of row b's entries [page·i, page·(i+1)). Not differentiable."""
+    """`over_entries` over pages: `table[b, i]` has row b's entries [page·i, page·(i+1)). Not differentiable."""
     page = _entries(pages, packing)
 
     def step(i, sums):
@@ -120,7 +120,7 @@ def over_chosen(
     chosen: Int32[Array, "batch top_k"],
     packing: Packing | None = None,
 ) -> Sums:
-    """The same for one token a row, where only the entries `chosen` for it are read; those not seen count for none."""
+    """`over_pages` for one token per row. Reads only the entries with the indices `chosen`, and masks those unseen."""
     page = _entries(pages, packing)
     owner, entry = jnp.take_along_axis(table, chosen // page, axis=1), chosen % page
     taken = pages.at[owner, entry].get(mode="clip") if packing is None else packing.read(pages, owner, entry)
@@ -136,7 +136,7 @@ def index_scores(
     keys: Float[Array, "batch entries channels"],
     seen: Int32[Array, "batch seq"],
 ) -> Wide[Array, "batch seq entries"]:
-    """Σ_h weights_h · relu(q_h · k_w) for the first `seen` entries w of each token, -inf for the others."""
+    """Σ_h weights_h · relu(q_h · k_w) for each token's first `seen` entries w, and -inf for the others."""
     used = _within(jnp.zeros((), jnp.int32), keys.shape[1], jnp.max(seen, axis=1))
     k = jnp.where(used[..., None], keys, 0.0).astype(q.dtype)
     products = jnp.einsum("bshc,bwc->bshw", q, k, precision=exact(q.dtype), preferred_element_type=weights.dtype)
@@ -152,7 +152,7 @@ def index_scores_of_pages(
     seen: Int32[Array, "batch seq"],
     packing: Packing | None = None,
 ) -> Wide[Array, "batch seq positions"]:
-    """The same over pages, for as many entries as the table has room for; only the pages in use are read."""
+    """`index_scores` over pages, for as many entries as the table has room for; only pages in use are read."""
     (batch, seq), page = seen.shape, _entries(pages, packing)
     scores = jnp.full((batch, seq, table.shape[1] * page), -jnp.inf, weights.dtype)
 
@@ -165,7 +165,7 @@ def index_scores_of_pages(
 
 
 def highest(scores: Wide[Array, "batch seq entries"], count: int) -> Bool[Array, "batch seq entries"]:
-    """True for the `count` highest scores of each token; ties go to the earlier entry."""
+    """A mask of each token's `count` highest scores; ties go to the earlier entry."""
     _, chosen = lax.top_k(scores, count)
     batch, seq, _ = scores.shape
     at = (np.arange(batch)[:, None, None], np.arange(seq)[None, :, None], chosen)
@@ -173,7 +173,7 @@ def highest(scores: Wide[Array, "batch seq entries"], count: int) -> Bool[Array,
 
 
 def _entries(pages: Float[Array, "pages page channels"] | UInt8[Array, "pages bytes"], packing: Packing | None) -> int:
-    """Entries of a page."""
+    """The number of entries in a page."""
     return pages.shape[1] if packing is None else packing.page(pages.shape[1])
 
 
@@ -182,7 +182,7 @@ def _block(
     page: Int32[Array, " batch"],
     packing: Packing | None,
 ) -> Float[Array, "batch positions channels"]:
-    """The entries of a page for each row; of a page that is not there, another one's."""
+    """The entries of one page for each row. An out-of-range index reads some other page, which callers mask."""
     return pages.at[page].get(mode="clip") if packing is None else packing.read_pages(pages, page)
 
 
@@ -194,7 +194,7 @@ def _over_block(
     seen: Int32[Array, "batch seq"],
     chosen: Bool[Array, "batch seq positions"] | None,
 ) -> Sums:
-    """The sums after a block of entries, from `first` on."""
+    """Adds a block of entries whose first one has the index `first`."""
     allowed = _within(first, block.shape[1], seen)
     if chosen is not None:
         allowed &= chosen
@@ -205,7 +205,7 @@ def _over_block(
 
 
 def _within(first: Int32[Array, ""], size: int, seen: Int32[Array, "*batch"]) -> Bool[Array, "*batch {size}"]:
-    """Which of the entries first, first + 1, … are among the first `seen`."""
+    """True for those of the entries first, first + 1, … whose index is below `seen`."""
     index = first + jnp.arange(size, dtype=jnp.int32)
     return index.reshape((1,) * seen.ndim + (-1,)) < seen[..., None]
 

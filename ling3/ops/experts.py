@@ -1,8 +1,8 @@
-"""The experts' feed-forward, in which each row goes through its own expert: two forms of one function.
+"""The routed experts' feed-forward, down(swiglu(gate x, up x)) of each row x by its expert, in two forms.
 
 `dense_experts` runs every expert on every token; it is the specification. `block_experts` sorts the rows by expert and
-runs only the experts that were chosen, each on its own rows; its gradient does the same. Each stack is an array, or a
-`Quantized` stack, of which a block decodes its expert's matrices alone. A row x gives `down(swiglu(gate x, up x))`.
+runs only the chosen experts, each on its own rows; its gradient does the same. A stack of weights is an array or
+`Quantized`; of a quantized stack, a block decodes only its expert's matrices.
 """
 
 import functools
@@ -21,9 +21,9 @@ from ling3.ops.quantized import Quantized, constant, matrix_of, numbers
 from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
-# Five iterations of `block_experts`, which copy their experts' weights, cost as much as eight experts of a round.
+# Five iterations over blocks, which copy their experts' weights, cost as much as eight experts in a round.
 TURNS, EXPERTS = 5, 8
-# Rows of a block above which a round of every expert costs more than it saves.
+# Above this many rows per block, rounds over all experts cost more than they save.
 ROUNDS_ROWS = 32
 
 
@@ -31,8 +31,8 @@ ROUNDS_ROWS = 32
 class RoutedExperts(Protocol):
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), in float32 or wider.
 
-    An index in `chosen` that is not an expert's stands for no expert. `times` is the product that a form may be made
-    of; `spread` says how devices share the experts, and is left out where they do not.
+    An out-of-range index in `chosen` means no expert. `times` is the matrix product, which a form may use or not.
+    `spread` says how devices share the experts; it is omitted on a single device, so kernels need not accept it.
     """
 
     def __call__(
@@ -63,7 +63,7 @@ def dense_experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """`RoutedExperts` with every expert computed for every token: the specification."""
+    """The specification of `RoutedExperts`: computes every expert for every token."""
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
     chosen = chosen if spread is None else spread.own(chosen, experts)
@@ -83,10 +83,10 @@ def dense_experts(
 
 
 def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> Callable[..., jax.Array]:
-    """A faster form of `dense_experts`, with its gradient; TypeError where that is one of quantized stacks.
+    """Gives a faster form of `dense_experts` the same gradient, in reverse mode; `settings` are passed to `form`.
 
-    `settings` are the form's own. The gradient costs the chosen experts alone, or all of them where stacks are
-    quantized or devices share them.
+    The gradient computes only the chosen experts, or all of them if stacks are quantized or devices share them. It
+    raises TypeError if it is taken with respect to a quantized stack.
     """
 
     def own(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
@@ -133,15 +133,15 @@ def blocks_of_experts(
     spread: Spread | None = None,
     read: rows_of.Read = rows_of.read,
 ) -> Float[Array, "tokens hidden"]:
-    """The same function at the cost of the chosen experts alone, in float32 or wider.
+    """`RoutedExperts` computed for the chosen experts only, in float32 or wider.
 
-    Rows are sorted by expert and cut into blocks of one expert each. A loop over the blocks reads each block's expert;
-    where most experts have a block, one round computes the next block of every expert at once and reads their weights
-    in place. Both compute a block in the same way, so the choice between them changes no bits. Quantized experts are
-    decoded block by block, and never all at once.
+    Rows are sorted by expert and split into blocks of one expert each. A loop over the blocks reads each block's
+    expert; where most experts have a block, the loop is over rounds instead: a round computes the next block of every
+    expert at once and reads the weights in place. Both compute a block the same way, so the choice does not change the
+    result bitwise. Quantized experts are decoded block by block, never all at once.
 
-    An index in `chosen` that is not an expert's stands for no expert and costs nothing. Every token's results are
-    summed in top-k order, whatever the other tokens are.
+    An out-of-range index in `chosen` means no expert and costs nothing. Every token's results are summed in top-k
+    order, independently of the other tokens.
     """
     tokens, top_k = chosen.shape
     experts, dtype = gate_proj.shape[0], wide(x.dtype)
@@ -183,10 +183,10 @@ def blocks_of_experts(
 
         return lax.fori_loop(0, jnp.max(blocks), turn, out)
 
-    # Data-dependent zeros: XLA would otherwise hoist a constant buffer for every layer to the start of a prefill, and
-    # keep them all in memory.
+    # Data-dependent zeros: XLA would hoist a constant buffer for every layer to the start of a prefill, and keep all of
+    # them in memory.
     out = jnp.full((tokens * top_k, x.shape[1]), groups.counts[0] < 0, dtype)
-    if quantized or block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # then it can never be rounds
+    if quantized or block > ROUNDS_ROWS or EXPERTS * tokens * top_k <= TURNS * experts:  # rounds would never pay
         out = by_blocks(out)
     else:
         turns = jnp.sum(blocks, dtype=jnp.int32)
@@ -195,7 +195,7 @@ def blocks_of_experts(
 
 
 block_experts = differentiated_as_dense(blocks_of_experts)
-"""The plain form of `RoutedExperts`."""
+"""The plain form of `RoutedExperts`, with its gradient."""
 
 
 def _gradient(
@@ -209,8 +209,8 @@ def _gradient(
 ) -> tuple[Float[Array, "..."], ...]:
     """The gradients of x, of the weights and of each stack.
 
-    A round takes the next rows of every expert, as many as they have on average. As a token chooses an expert once at
-    most, all rounds together have the rows of the dense form and of one round more at most.
+    A round takes the next rows of every expert, as many as an expert has on average. Since a token chooses an expert
+    at most once, all rounds together compute at most one round more than the dense form's rows.
     """
     tokens, top_k = chosen.shape
     experts, dtype = stacks[0].shape[0], wide(x.dtype)
@@ -244,13 +244,16 @@ def _gradient(
 def weighted(
     weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
 ) -> Float[Array, "tokens hidden"]:
-    """Each token's rows times their weights, summed in top-k order."""
+    """Each token's rows times their routing weights, summed in top-k order."""
     rows = rows.reshape(*weights.shape, -1) * weights.astype(rows.dtype)[..., None]
     return functools.reduce(jnp.add, (rows[:, j] for j in range(weights.shape[1])))
 
 
 class Groups(NamedTuple):
-    """The rows `token · top_k + j` of a choice, sorted by expert, then by token; those without an expert come last."""
+    """The rows `token · top_k + j` of a routing choice, sorted by expert, then token; rows without an expert are last.
+
+    Expert e has `counts[e]` rows, at `order[starts[e]:]`.
+    """
 
     order: Int32[Array, " rows"]
     starts: Int32[Array, " experts"]
@@ -258,7 +261,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(chosen: Int32[Array, "tokens top_k"], experts: int) -> "Groups":
-        """The rows of a choice. An index that is not an expert's stands for no expert."""
+        """Sorts the rows of `chosen` by expert; an out-of-range index means no expert."""
         flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
         counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
         return Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
@@ -266,14 +269,14 @@ class Groups(NamedTuple):
     def rows(
         self, expert: Int32[Array, " blocks"], index: Int32[Array, " blocks"], block: int
     ) -> Int32[Array, "blocks block"]:
-        """The rows of each expert's block of this index; indices past the expert's last row are out of range."""
+        """The rows in block number `index` of each `expert`; past the expert's last row, indices are out of range."""
         offsets = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
         rows = self.order.at[self.starts[expert][:, None] + offsets].get(mode="clip")
         return jnp.where(offsets < self.counts[expert][:, None], rows, self.order.shape[0])
 
 
 def _block_rows(tokens: int, top_k: int, experts: int, dtype: jnp.dtype) -> int:
-    """Rows per block, from an expert's average: fewer mean more iterations, more mean more padding.
+    """Rows per block, from an expert's average number: small blocks mean more iterations, large ones more padding.
 
     A single token has blocks of one row, except in bfloat16, where one row would be computed as two.
     """

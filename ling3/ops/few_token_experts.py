@@ -1,8 +1,8 @@
-"""The experts of few tokens in one pass over them.
+"""The routed experts for few tokens, in one pass over the tokens' choices.
 
-SGLang calls that form MegaMoE: one kernel from the dispatch of tokens to the sum of their experts, which reads the
-experts as they are stored. `few_token_experts` is the same sum as `experts.block_experts`, to rounding;
-`engine.expert_forms` says when DeepSeek-V4's servers take it.
+SGLang's counterpart is MegaMoE: one kernel from the dispatch of tokens to the sum of their experts, which reads the
+experts as they are stored. `few_token_experts` equals `experts.block_experts` up to rounding; `engine.expert_forms`
+has the condition under which DeepSeek-V4's servers use it.
 """
 
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ def few_token_experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after the other, each expert read where it lies.
+    """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after another, each expert read in place.
 
-    Nothing is sorted, and no weight is read for tokens that did not choose it; an expert that several tokens chose is
-    read for each of them. An index that is not an expert's stands for no expert. Sums are in float32 or wider, a
-    token's in top-k order (where devices share the experts, first each device's).
+    Nothing is sorted, and only chosen experts are read; an expert that several tokens chose is read for each of them.
+    An out-of-range index means no expert. A token's results are summed in float32 or wider in top-k order; where
+    devices share the experts, each device first sums its part.
     """
     top_k, experts, dtype = chosen.shape[1], gate_proj.shape[0], wide(x.dtype)
     flat = (chosen if spread is None else spread.own(chosen, experts)).reshape(-1)

@@ -1,7 +1,7 @@
-"""The choice between an operator's plain form and a platform's form of it, input by input.
+"""The choice between an operator's plain form and a platform's kernel, made for each input.
 
-A platform's form has the plain form's arguments, results and errors, and says why it does not suit an input: the plain
-form then takes its place. `ling3 inspect --kernels` shows the reasons, as does the log `ling3.forms` at debug.
+A platform's form has the plain form's arguments, results and errors. If its kernel does not suit an input, it gives a
+reason and calls the plain form. `ling3 inspect --kernels` shows the reasons, as does the logger `ling3.forms` at DEBUG.
 """
 
 import logging
@@ -11,6 +11,6 @@ RUNS = "its kernel runs"
 
 
 def runs(operator: str, reason: str | None) -> bool:
-    """True if an operator's kernel runs: if there is no `reason` against it. Logs which form runs, and why."""
+    """True if an operator's kernel runs, because there is no `reason` against it. Logs the decision."""
     LOG.debug("%s: %s", operator, reason or RUNS)
     return reason is None

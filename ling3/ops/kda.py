@@ -1,12 +1,12 @@
-"""The Kimi Delta Attention recurrence in two forms that are equal.
+"""The Kimi Delta Attention recurrence in two equivalent forms.
 
 Kimi Linear, arXiv 2510.26692, §3. Per head, with a state S [key, value], a log decay g <= 0 per key channel and a
-writing strength beta in (0, 1):
+writing strength beta:
 
     S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 
-`recurrent_kda` is this law token by token: the specification. `chunk_kda` computes the same numbers chunk by chunk on
-matrix products. All work happens in the dtype of `g`, which is float32 in the model (float64 in the tests).
+`recurrent_kda` applies it token by token and is the specification. `chunk_kda` computes the same result chunk by chunk
+with matrix products. Everything is in the dtype of `g`, which is float32 in the model (float64 in some tests).
 """
 
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-# The largest exponent a factor of a decayed product may reach: exp(40)² = exp(80) still fits float32 (exp(88.7)).
+# The largest exponent in a factor of a decayed product: exp(40)² = exp(80) still fits float32 (up to exp(88.7)).
 MAX_NATS = 40.0
 # Tokens of a chunk that share one reference point for their decays.
 SUB_CHUNK = 16
@@ -88,7 +88,7 @@ def output_and_factors(
     Float[Array, "batch heads key"],
     Float[Array, "batch heads value"],
 ]:
-    """The output o, and what the state after it is made of: exp(g), k and u.
+    """The output o, and exp(g), k and u, from which `written` computes the new state.
 
     The state is read once for both products, since S^T q after the write is (exp(g) S)^T q + (q·k) u.
     """
@@ -117,7 +117,7 @@ def recurrent_kda(
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    """The recurrence token by token: outputs o for every token and the state after the last.
+    """The recurrence token by token: the outputs o of all tokens and the state after the last.
 
     A token with g = 0 and beta = 0 leaves the state unchanged; padding has both.
     """
@@ -140,7 +140,7 @@ def state_norms(
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> Float[Array, "batch seq heads"]:
-    """The Frobenius norm of the state after each token, by the recurrence token by token."""
+    """The Frobenius norm of the state after each token, computed token by token."""
 
     def one(state, token):
         q, k, v, g, beta = token
@@ -162,17 +162,17 @@ def chunk_kda(
     lower_bound: float | None,
     chunk_size: int = 16,
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    """The recurrence on matrix products, `chunk_size` tokens at a time (16 times a power of two).
+    """The recurrence as matrix products, `chunk_size` tokens at a time (16 times a power of two, else ValueError).
 
-    16 is fastest on a CPU, to run and to compile; matrix units want larger products and fewer iterations.
+    16 is fastest on a CPU, to run and to compile; a GPU's matrix units want larger products and fewer iterations.
 
     With G the sum of g from the chunk's start, inside a chunk:
 
         A_ij = b_i Σ_c k_ic k_jc e^{G_ic - G_jc}  (i > j);  M = (I + A)^-1;  U = M (b v);  W = M (b k e^G)
         v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
 
-    `lower_bound` is a promise, `lower_bound <= g <= 0`: it lets the decayed products factor into plain matrix products
-    (see `_decayed_products`). None promises only g <= 0 and uses a per-channel form: the same numbers, slower.
+    The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
+    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
@@ -212,10 +212,10 @@ def _decayed_products(
 ]:
     """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (any finite numbers elsewhere), e^G and e^{G_C - G}.
 
-    `lefts` is one or more blocks of as many rows as `right`, stacked. e^{-G} over a whole chunk would overflow, so
-    rows are computed by sub-chunks: both factors of a row block are relative to that block's midpoint. With a bound the
-    left factor then stays below e^MAX_NATS, and right factors of earlier tokens only shrink. G is summed within a
-    sub-chunk and then from one border to the next, so no large G cancels against another.
+    `lefts` stacks one or more blocks, each with as many rows as `right`. e^{-G} over a chunk would overflow, so rows
+    are computed by sub-chunks, both factors relative to one token of it. With a bound that is its midpoint, so the left
+    factor stays below e^MAX_NATS, and right factors of earlier tokens only shrink. G is summed within a sub-chunk and
+    then from one border to the next, so no large G cancels against another.
     """
     chunk, blocks = right.shape[-2], lefts.shape[-2] // right.shape[-2]
     sub = SUB_CHUNK
@@ -252,7 +252,7 @@ def _masked_products(
     right: Float[Array, "*chunks tokens key"],
     inside: Float[Array, "*chunks tokens key"],
 ) -> Float[Array, "*chunks blocks*tokens tokens"]:
-    """The products of one sub-chunk channel by channel, for gates without a bound: no exponent above 0 is formed."""
+    """The products of one sub-chunk channel by channel, for g without a bound: no exponent is above 0."""
     span = inside[..., :, None, :] - inside[..., None, :, :]
     causal = jnp.tril(jnp.ones(span.shape[-3:-1], bool))
     decay = jnp.exp(jnp.where(jnp.broadcast_to(causal[..., None], span.shape), span, -jnp.inf))
@@ -261,7 +261,7 @@ def _masked_products(
 
 
 def check_chunk_size(chunk_size: int) -> None:
-    """ValueError for a chunk size that `chunk_kda` does not take."""
+    """Raises ValueError unless the chunk size is SUB_CHUNK times a power of two."""
     if chunk_size < SUB_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is {chunk_size}, expected {SUB_CHUNK} or that times a power of two")
 
@@ -270,8 +270,8 @@ def unit_lower_inverse(strict: Float[Array, "*batch size size"]) -> Float[Array,
     """(I + A)^-1 for strictly lower triangular A, whose size is a power of two.
 
     Recursively: [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. Every intermediate is a sub-block of the
-    result, which the delta rule keeps small; the shorter product (I - A)(I + A²)(I + A⁴)… passes through powers of A
-    that are not.
+    result, which the delta rule keeps small. The shorter product (I - A)(I + A²)(I + A⁴)… would go through powers of A,
+    which can be large.
     """
     size = strict.shape[-1]
     if size == 1:
@@ -297,10 +297,10 @@ def kda_gate(
     dt_bias: Float[Array, "heads key"],
     lower_bound: float | None,
 ) -> Float[Array, "batch seq heads key"]:
-    """The log decay g per token, head and key channel, in nats; one law for prefill and decode.
+    """The log decay g per token, head and key channel, in nats.
 
     bounded:    g = lower_bound · sigmoid(exp(A_log) · (f + dt_bias))      in (lower_bound, 0)
-    unbounded:  g = -exp(A_log) · softplus(f + dt_bias)                    Kimi-Linear's law
+    unbounded:  g = -exp(A_log) · softplus(f + dt_bias)                    as in Kimi-Linear
     """
     rate = jnp.exp(A_log)[None, None, :, None]
     f = f + dt_bias[None, None]
@@ -310,5 +310,5 @@ def kda_gate(
 
 
 def l2_normalize(x: Float[Array, "batch seq heads key"]) -> Float[Array, "batch seq heads key"]:
-    """x / sqrt(Σ x² + 1e-6) per head: the epsilon inside the root, on the sum and not on the mean."""
+    """x / sqrt(Σ x² + 1e-6) per head. The epsilon is inside the root and added to the sum, not the mean."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""The product with a weight matrix of either sort, an array or quantized: x Wᵀ."""
+"""x Wᵀ, the product with a weight matrix that is an array or `Quantized`."""
 
 import functools
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
 from ling3.ops.quantized import Quantized, constant
 
 ROWS = 16
-"""Rows of x that meet a decoded matrix at once: always as many, so that a row's bits do not depend on how many there
-are."""
+"""Rows of x that are multiplied by a decoded matrix in one call: fixed, so that a row's result does not depend bitwise
+on the number of rows."""
 DECODED = 2**24
-"""Numbers of a matrix that are decoded at once, about; of more, some rows of W at a time."""
+"""About how many elements are decoded at once; of a larger matrix, some rows of W at a time."""
 
 
 @runtime_checkable
 class Product(Protocol):
-    """x Wᵀ for each matrix of a stack (or one); sums and result are in `sums`, or x's dtype if wider.
+    """x Wᵀ for one matrix or each of a stack. Sums and result are in `sums`, or in x's dtype if that is wider.
 
-    A row's bits do not depend on the other rows' values.
+    A row's result does not depend bitwise on the other rows' values.
     """
 
     def __call__(
@@ -38,7 +38,7 @@ class Product(Protocol):
 
 @runtime_checkable
 class Multiply(Protocol):
-    """A `Product` whose sums are settled."""
+    """A `Product` whose `sums` are fixed, such as `Execution.times`."""
 
     def __call__(
         self, x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"] | Quantized, /
@@ -52,7 +52,7 @@ def product(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "*stack rows outer"]:
-    """The plain form of `Product`, which is its specification."""
+    """The plain form of `Product`: its reference implementation."""
     if isinstance(weight, Quantized):
         dense = functools.partial(matmul_transposed, sums=sums)
         return decoded_product(x, weight, functools.partial(in_blocks, dense))
@@ -62,7 +62,7 @@ def product(
 def matmul_transposed(
     x: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"], sums: Accumulation = "float32"
 ) -> Wide[Array, "*stack rows outer"]:
-    """x Wᵀ of arrays. A single bfloat16 row is computed as two, for which XLA has a product in bfloat16."""
+    """x Wᵀ of arrays. A single bfloat16 row is computed as two, since XLA has no bfloat16 product for one."""
     if x.shape[-2] == 1 and x.dtype == jnp.bfloat16:
         return matmul_transposed(jnp.concatenate([x, x], axis=-2), weight, sums)[..., :1, :]
     return dot(x, weight, x.dtype, sums)
@@ -74,7 +74,7 @@ def dot(
     dtype: DTypeLike,
     sums: Accumulation,
 ) -> Wide[Array, "*stack rows columns"]:
-    """left rightᵀ by XLA, as exact as rows of x in `dtype` have it."""
+    """left rightᵀ by XLA, with the precision and the accumulation dtype of operands in `dtype`."""
     last, stack = left.ndim - 1, tuple(range(left.ndim - 2))
     options = {"precision": exact(dtype), "preferred_element_type": summed_in(dtype, sums)}
     return lax.dot_general(left, right, (((last,), (last,)), (stack, stack)), **options)
@@ -83,10 +83,10 @@ def dot(
 def decoded_product(
     x: Float[Array, "*stack rows inner"], matrix: Quantized, times: Callable[..., Array]
 ) -> Wide[Array, "*stack rows outer"]:
-    """x Wᵀ with the numbers of W decoded on the way, some rows at a time if it is large; `times` multiplies by them.
+    """x Wᵀ with W decoded on the fly, some rows at a time if it is large; `times` multiplies by the decoded rows.
 
-    Factors are not rounded: x is widened to float32, whatever its dtype. Gradients are those with respect to x;
-    TypeError where one is asked for with respect to W.
+    Factors are not rounded: x is widened to float32 if it is narrower. Differentiable with respect to x; a gradient
+    with respect to W raises TypeError.
     """
     if matrix.ndim > 2:
         return lax.map(lambda own: decoded_product(own[1], own[0], times), (matrix, x))
@@ -110,7 +110,7 @@ def decoded_product(
 def in_blocks(
     times: Callable[..., Array], x: Wide[Array, "rows inner"], weight: Wide[Array, "outer inner"]
 ) -> Wide[Array, "rows outer"]:
-    """x Wᵀ in calls of `times` of the same size for every number of rows, as the size may change a row's bits."""
+    """x Wᵀ by calls of `times` with ROWS rows each, since a row's result may depend bitwise on the size of a call."""
     rows = x.shape[0]
     blocks = -(-rows // ROWS)
     filled = jnp.pad(x, ((0, blocks * ROWS - rows), (0, 0))).reshape(blocks, ROWS, -1)

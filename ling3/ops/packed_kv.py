@@ -8,8 +8,8 @@ and a page of the indexer's keys is [page × 128 FP8] [page × one float32 scale
 little-endian. FP8 is e4m3fn (Micikevicius et al., arXiv 2209.05433): up to ±448, a NaN and no infinities. A scale of an
 entry is a power of two, stored as its exponent + 127 (UE8M0 of OCP Microscaling Formats 1.0).
 
-`pack`, `unpack` and their like for keys are for one page: `jax.vmap` maps them over several. `Packing` writes and reads
-the entries of many pages, [pages, bytes], one by one. Nothing here is differentiable but `hadamard`.
+`pack`, `unpack` and their counterparts for keys take one page; map them over several with `jax.vmap`. `Packing` writes
+and reads single entries of many pages, [pages, bytes]. Only `hadamard` is differentiable.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from ling3.ops.precision import wide
 
 NOPE, ROPE, TILE = 448, 64, 64
 ENTRY = NOPE + 2 * ROPE
-"""Bytes of an entry without its scales; pages are multiples of it."""
+"""Bytes of an entry without its scales; a page is padded to a multiple of it."""
 SCALES = NOPE // TILE + 1
 INDEX = 128
-# The least max|x| that sets a scale, so that zeros have one too.
+# The smallest max|x| from which a scale is computed, so that zeros have a scale too.
 FLOOR = 1e-4
 LARGEST = 448.0
 NAN = 0x7F
@@ -41,22 +41,22 @@ def packed_bytes(page: int) -> int:
     return -(-(ENTRY + SCALES) * page // ENTRY) * ENTRY
 
 
-# x and bytes have any shape in these signatures, because a wrong one is a ValueError here and not the type checker's
-# TypeError.
+# x and bytes may have any shape in these signatures, so that a wrong one raises the ValueError below and not the type
+# checker's TypeError.
 
 
 def pack(x: Shaped[Array, "..."]) -> UInt8[Array, " bytes"]:
-    """The bytes of the entries x [page, 512], `packed_bytes(page)` of them.
+    """Packs a page of entries x [page, 512] into `packed_bytes(page)` bytes.
 
-    x is first rounded to bfloat16, with infinities as the largest number of their sign. Then for each tile of 64 of the
-    first 448 channels, with a = max(max|x|, 1e-4) and e the least integer for which a <= 448·2^e,
+    x is first rounded to bfloat16; infinities become the largest finite number of their sign. Then for each tile of 64
+    of the first 448 channels, with a = max(max|x|, 1e-4) and e the least integer for which a <= 448·2^e,
 
         scale = e + 127;    FP8 = x·2^(-e), rounded to nearest, ties to even
 
     An FP8 number is off by at most a/16. The last 64 channels stay in bfloat16.
 
-    Raises a ValueError for NaN; the check waits for the device. Under `jax.jit` and `jax.vmap` it cannot be made: there
-    a NaN becomes FP8's NaN (0x7F) or bfloat16's (0x7FC0), and its tile has the scale of the other channels.
+    Raises ValueError for NaN; the check waits for the device. Under `jax.jit` and `jax.vmap` there is no check: a NaN
+    becomes FP8's NaN (0x7F) or bfloat16's (0x7FC0), and its tile's scale is computed from the other channels.
     """
     _check_rows(x, NOPE + ROPE)
     bits = _bfloat16_bits(x)
@@ -71,10 +71,10 @@ def pack(x: Shaped[Array, "..."]) -> UInt8[Array, " bytes"]:
 
 
 def unpack(bytes: Shaped[Array, "..."], page: int) -> Float32[Array, "{page} 512"]:
-    """The entries of a page in float32: FP8·2^(scale - 127), then the rope channels as they are.
+    """Unpacks a page's entries to float32: FP8·2^(scale - 127), and the rope channels unchanged.
 
-    This is exact, except that what exceeds float32 is infinite, such as 256·2^120, which `pack` makes of infinity, and
-    that a CPU flushes results below 2^-126, of which `pack` makes none.
+    Exact, with two exceptions: values beyond float32 become infinite, such as 256·2^120, which `pack` makes of
+    infinity; and a CPU flushes values below 2^-126 to zero, but `pack` makes none of these.
     """
     _check_bytes(bytes, page, packed_bytes(page))
     entries = bytes[: page * ENTRY].reshape(page, ENTRY)
@@ -86,13 +86,13 @@ def unpack(bytes: Shaped[Array, "..."], page: int) -> Float32[Array, "{page} 512
 
 
 def pack_index(x: Shaped[Array, "..."]) -> UInt8[Array, " bytes"]:
-    """The bytes of the indexer's keys x [page, 128], 132·page of them.
+    """Packs a page of the indexer's keys x [page, 128] into 132·page bytes.
 
-    In float32, with a scale per key that need not be a power of two. Infinities count as the largest number:
+    Computed in float32, with a scale per key that need not be a power of two. Infinities count as the largest number:
 
         scale = max(max|x|, 1e-4) / 448;    FP8 = x / scale, rounded to nearest, ties to even
 
-    DeepSeek-V4 packs keys that were rounded to bfloat16 and then transformed by `hadamard`. NaN is as in `pack`.
+    DeepSeek-V4 packs keys that were rounded to bfloat16 and then transformed by `hadamard`. NaN: see `pack`.
     """
     _check_rows(x, INDEX)
     x = jnp.clip(x.astype(jnp.float32), jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).max)
@@ -102,7 +102,7 @@ def pack_index(x: Shaped[Array, "..."]) -> UInt8[Array, " bytes"]:
 
 
 def unpack_index(bytes: Shaped[Array, "..."], page: int) -> Float32[Array, "{page} 128"]:
-    """The keys of a page of the indexer: FP8·scale, rounded to float32."""
+    """Unpacks a page of the indexer's keys: FP8·scale, rounded to float32."""
     _check_page(page)
     _check_bytes(bytes, page, page * (INDEX + 4))
     codes, scales = bytes[: page * INDEX].reshape(page, INDEX), bytes[page * INDEX :].reshape(page, 4)
@@ -110,7 +110,7 @@ def unpack_index(bytes: Shaped[Array, "..."], page: int) -> Float32[Array, "{pag
 
 
 def hadamard(x: Shaped[Array, "..."]) -> Float[Array, "... 128"]:
-    """y_j = Σ_i (-1)^(number of ones in the bits of i AND j)·x_i / √128 over the last axis, its own inverse.
+    """y_j = Σ_i (-1)^popcount(i & j)·x_i / √128 over the last axis. Applied twice, it is the identity.
 
     This spreads an outlier over all channels before they share a scale. Sums are in float32 or wider, and the result is
     rounded to the dtype of x.
@@ -118,7 +118,7 @@ def hadamard(x: Shaped[Array, "..."]) -> Float[Array, "... 128"]:
     _check_channels(x, INDEX)
     y = x.astype(wide(x.dtype))
     for _ in range(INDEX.bit_length() - 1):
-        # The lowest bit of each index becomes the highest, so that after all of them the order is the first one again.
+        # Each step moves the lowest bit of the index to the top, so after all of them the order is the original one.
         even, odd = y[..., 0::2], y[..., 1::2]
         y = jnp.concatenate([even + odd, even - odd], axis=-1)
     return (y * INDEX**-0.5).astype(x.dtype)
@@ -126,28 +126,28 @@ def hadamard(x: Shaped[Array, "..."]) -> Float[Array, "... 128"]:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How pages of a cache are bytes: entry i of a page of n has its numbers from byte i·numbers on and its scales
-    from byte n·numbers + i·scales on. `ENTRIES` and `KEYS` are the two that there are."""
+    """The byte layout of a cache's pages: of n entries in a page, entry i has its numbers from byte i·numbers on and
+    its scales from byte n·numbers + i·scales on. There are two, `ENTRIES` and `KEYS`."""
 
     name: str
     channels: int
-    """Of an entry."""
+    """Channels of an entry."""
     numbers: int
     """Bytes of an entry without its scales."""
     scales: int
-    """Bytes of its scales."""
+    """Bytes of an entry's scales."""
     pack: Callable[..., Array] = dataclasses.field(repr=False)
-    """A page of entries to its bytes."""
+    """Packs a page of entries into its bytes."""
     unpack: Callable[..., Array] = dataclasses.field(repr=False)
-    """The reverse; the second argument is the page's number of entries."""
+    """Unpacks a page's bytes; the second argument is its number of entries."""
     multiple: int = 1
-    """What the bytes of a page are padded to a multiple of."""
+    """A page's bytes are padded to a multiple of this."""
     transformed: bool = False
-    """True if entries, and what is multiplied with them, are rounded to bfloat16 and go through `hadamard` first."""
+    """True if entries and their queries are rounded to bfloat16 and go through `hadamard` first."""
 
     @property
     def entry(self) -> int:
-        """Bytes of an entry, its scales among them and no padding."""
+        """Bytes of an entry with its scales, without padding."""
         return self.numbers + self.scales
 
     def bytes(self, page: int) -> int:
@@ -155,11 +155,11 @@ class Packing:
         return -(-self.entry * page // self.multiple) * self.multiple
 
     def page(self, bytes: int) -> int:
-        """The entries of a page of so many bytes: there is less padding than an entry."""
+        """The number of entries in a page of this many bytes, whose padding is smaller than an entry."""
         return bytes // self.entry
 
     def transform(self, x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
-        """x as it is, or `hadamard` of x in bfloat16: the inner product of two such is that of the originals."""
+        """x, or if `transformed`, `hadamard` of x in bfloat16, which preserves inner products up to rounding."""
         return hadamard(x.astype(jnp.bfloat16)).astype(x.dtype) if self.transformed else x
 
     def write(
@@ -169,9 +169,9 @@ class Packing:
         entry: Int32[Array, "*batch"],
         new: Float[Array, "*batch {self.channels}"],
     ) -> UInt8[Array, "pages bytes"]:
-        """With the entries `new`, transformed, as entry `entry` of page `page`; those of no page are dropped.
+        """Writes `new`, transformed first, as entry `entry` of page `page`; drops it if there is no such page.
 
-        A page has the bytes of `pack` once all its entries are written, over whatever was there but zero padding.
+        Once all of its entries are written, a page has the bytes that `pack` returns, if its padding was zero before.
         """
         rows = self.transform(new).reshape(-1, 1, self.channels)
         packed = jax.vmap(self.pack)(rows)  # each as a page of one
@@ -187,7 +187,7 @@ class Packing:
         page: Int32[Array, "*batch"],
         entry: Int32[Array, "*batch"],
     ) -> Float32[Array, "*batch {self.channels}"]:
-        """Entry `entry` of page `page`; where there is none, any other."""
+        """Reads entry `entry` of page `page`; an out-of-range index reads some other entry."""
         how = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
         parts = []
         for width, _, at in self._parts(pages, entry.ravel()):
@@ -199,28 +199,28 @@ class Packing:
     def read_pages(
         self, pages: UInt8[Array, "pages bytes"], page: Int32[Array, " batch"]
     ) -> Float32[Array, "batch entries {self.channels}"]:
-        """All entries of some pages; of a page that is not there, another one's."""
+        """Reads all entries of the given pages; an out-of-range index reads some other page."""
         size = self.page(pages.shape[1])
         return jax.vmap(lambda bytes: self.unpack(bytes, size))(pages.at[page].get(mode="clip"))
 
     def _parts(
         self, pages: UInt8[Array, "pages bytes"], entry: Int32[Array, " rows"]
     ) -> tuple[tuple[int, int, Int32[Array, " rows"]], ...]:
-        """The two parts of an entry: how many bytes, from where on in a page of one, and from where on in its own."""
+        """Of an entry's numbers and of its scales: bytes, offset in a page of one entry, and offset in its page."""
         first = self.page(pages.shape[1]) * self.numbers
         return (self.numbers, 0, entry * self.numbers), (self.scales, self.numbers, first + entry * self.scales)
 
 
 ENTRIES = Packing("entries", NOPE + ROPE, ENTRY, SCALES, pack, unpack, multiple=ENTRY)
-"""Keys that are values, [nope 448 | rope 64]."""
+"""Attention entries [nope 448 | rope 64], each both key and value."""
 KEYS = Packing("keys", INDEX, INDEX, 4, pack_index, unpack_index, transformed=True)
-"""The indexer's keys."""
+"""Keys of the indexer, 128 channels."""
 
 
 def _bfloat16_bits(x: Float[Array, "page channels"]) -> UInt16[Array, "page channels"]:
-    """The bits of x clipped to the largest bfloat16, ±3.3895314e38, in bfloat16, with one NaN.
+    """The bits of x in bfloat16, clipped to its largest finite number, ±3.3895314e38; all NaNs have the same bits.
 
-    The limits are applied to bits: `jnp.clip` flushes subnormal numbers to 0 on a CPU.
+    The clipping is done on the bits because `jnp.clip` flushes subnormal numbers to 0 on a CPU.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     magnitude = bits & 0x7FFF
@@ -243,7 +243,7 @@ def _scale(bits: UInt16[Array, "page tiles channels"]) -> Int32[Array, "page til
 
 
 def _fp8(y: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """The codes of y clipped to ±448. Unclipped, what is above 464 would be cast to NaN."""
+    """The FP8 codes of y clipped to ±448; without clipping, values above 464 would be cast to NaN."""
     codes = lax.bitcast_convert_type(jnp.clip(y, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), jnp.uint8)
     return jnp.where(jnp.isnan(y), NAN, codes)
 
@@ -257,7 +257,7 @@ def _quotient(
 ) -> Float32[Array, "page channels"]:
     """x / y for a finite x or NaN, rounded once.
 
-    XLA would multiply by the reciprocal of a constant or broadcast y, which rounds twice. Adding 0·x makes it neither.
+    As y is a constant or broadcast, XLA would multiply by its reciprocal, which rounds twice. Adding 0·x prevents it.
     """
     return x / (y + 0.0 * x)
 
@@ -275,7 +275,7 @@ def _check_channels(x: Shaped[Array, "..."], channels: int) -> None:
 
 
 def _check_rows(x: Shaped[Array, "..."], channels: int) -> None:
-    """Raises a ValueError unless x is a page without NaN. A traced x has no values yet, and may have NaN."""
+    """Raises ValueError unless x is a page without NaN. The values of a traced x cannot be checked."""
     if x.ndim != 2 or not len(x):
         expected = f"expected (page, {channels}) with at least one row: map over pages with jax.vmap"
         raise ValueError(f"x has the shape {x.shape}, {expected}")

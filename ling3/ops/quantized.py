@@ -1,7 +1,7 @@
-"""A matrix in few bits as operators ask for it: the numbers that its bits mean, all at once or in parts.
+"""`Quantized`: the interface through which operators read a matrix stored in few bits.
 
-The formats are in `ling3.formats`. Scales keep the dtype in which they are stored, since a rounded scale would mean
-other numbers.
+The formats that implement it are in `ling3.formats`. Scales keep the dtype in which they are stored, since rounding a
+scale would change the weights.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 
 class Quantized(ABC):
-    """A matrix W `[out, in]`, or a stack of them, whose numbers are stored in fewer bits than they are computed in."""
+    """A matrix W `[out, in]`, or a stack of them, stored in fewer bits than it is computed in."""
 
     @property
     @abstractmethod
@@ -24,34 +24,34 @@ class Quantized(ABC):
     @property
     @abstractmethod
     def dtype(self) -> jnp.dtype:
-        """The dtype that has its numbers without rounding."""
+        """The dtype that holds its decoded values without rounding."""
 
     @property
     def ndim(self) -> int:
-        """2, and more for a stack."""
+        """The number of dimensions: 2, or more for a stack."""
         return len(self.shape)
 
     @property
     def step(self) -> int:
-        """Rows of W that share scales: `cut` begins and ends at multiples of it."""
+        """The number of rows of W that share scales; `cut` begins at a multiple of it."""
         return 1
 
     @property
     @abstractmethod
     def arrays(self) -> tuple[Shaped[Array, "*stack outer stored"], Shaped[Array, "*stack scales groups"]]:
-        """The stored numbers and their scales, as the kernels for a processor read them."""
+        """The stored numbers and their scales, as the CPU kernels read them."""
 
     @abstractmethod
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
-        """Decodes all its numbers to float32."""
+        """Decodes the matrix, or all of a stack, to float32."""
 
     @abstractmethod
     def rows(self, index: Int[Array, "*batch"]) -> Float32[Array, "*batch inner"]:
-        """W[index], for indices in any shape."""
+        """W[index] decoded to float32, for indices of any shape."""
 
     @abstractmethod
     def cut(self, start: Int32[Array, ""], size: int) -> "Quantized":
-        """`size` rows of W from `start` on."""
+        """`size` rows of W from `start` on, still quantized."""
 
     def at(self, i: Int[Array, ""] | int) -> "Quantized":
         """Matrix number `i` of the stack."""
@@ -77,7 +77,7 @@ _constant.defjvp(_no_tangent, symbolic_zeros=True)
 
 
 def constant(matrix: Quantized) -> Quantized:
-    """The same matrix; a gradient with respect to it raises TypeError, as it would be that of its scales alone."""
+    """The same matrix, but a gradient with respect to it raises TypeError: only its scales could have one."""
     leaves, structure = jax.tree.flatten(matrix)
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     own = iter(_constant(floats) if floats else ())
@@ -87,10 +87,10 @@ def constant(matrix: Quantized) -> Quantized:
 
 
 def matrix_of(stack: Float[Array, "*stack rows columns"] | Quantized, i: Int[Array, ""]) -> Array | Quantized:
-    """Matrix `i` of a stack of either sort."""
+    """Matrix `i` of a stack, which is an array or quantized."""
     return stack.at(i) if isinstance(stack, Quantized) else lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
 def numbers(stack: Float[Array, "*stack rows columns"] | Quantized) -> Float[Array, "*stack rows columns"]:
-    """The numbers of a stack of either sort, in float32 if it is quantized."""
+    """A stack as an array; decoded to float32 if it is quantized."""
     return stack.decoded() if isinstance(stack, Quantized) else stack

@@ -1,4 +1,4 @@
-"""Rows of an array by their indices."""
+"""Gathering rows of an array by index."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar, runtime_checkable
@@ -11,27 +11,30 @@ T = TypeVar("T")
 
 @runtime_checkable
 class TakeRows(Protocol):
-    """`x[rows]`. A row whose index is not in [0, held) has any numbers, NaN among them."""
+    """`x[rows]`. For indices outside [0, held) the result is arbitrary, possibly NaN."""
 
     def __call__(self, x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"], /) -> Shaped[Array, "rows *rest"]:
-        """The rows."""
+        """The gathered rows."""
         ...
 
 
 @runtime_checkable
 class Read(Protocol):
-    """The result of `read`, which indexes an array of `dtype`; `always` is true, but not a constant to the compiler."""
+    """Calls `read`, which indexes an array of `dtype`, and returns its result.
+
+    `always` is True, but the compiler cannot know it: a platform's form may call `read` in a branch on it.
+    """
 
     def __call__(self, read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""], /) -> T:
-        """The result of `read`."""
+        """The result of `read()`."""
         ...
 
 
 def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
-    """The plain form of `TakeRows`, which is its specification."""
+    """The plain form of `TakeRows`: its reference implementation."""
     return x[jnp.minimum(rows, x.shape[0] - 1)]
 
 
 def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
-    """The plain form of `Read`, which is its specification."""
+    """The plain form of `Read`: its reference implementation."""
     return read()

@@ -1,4 +1,4 @@
-"""The gated unit between the matrices of a feed-forward, and its clamps."""
+"""SwiGLU, the gated activation of a feed-forward, with optional clamps."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class SwiGLU:
     def __call__(
         self, gate: Float[Array, "*batch intermediate"], up: Float[Array, "*batch intermediate"]
     ) -> Float[Array, "*batch intermediate"]:
-        """The unit's output for each pair of numbers."""
+        """The activation, element by element."""
         if self.limit <= 0:
             return jax.nn.silu(gate) * up
         up = jnp.clip(up, -self.limit, self.limit)
@@ -31,4 +31,4 @@ class SwiGLU:
 
 
 SWIGLU = SwiGLU()
-"""The unit without a clamp."""
+"""SwiGLU without clamps."""

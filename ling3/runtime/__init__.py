@@ -1,1 +1,1 @@
-"""Services for every process: type checks, caches on disk, progress, strict files, messages."""
+"""Services for every process: type checks, caches on disk, progress, strict reading of files, messages."""

@@ -1,4 +1,4 @@
-"""The checks of types at run time: beartype's, in jaxtyping's scopes for the names of axes."""
+"""Type checks at run time, by beartype, within jaxtyping's scopes for the names of axes."""
 
 import contextlib
 import inspect
@@ -24,28 +24,28 @@ WRITTEN = beartype.beartype(conf=CONF)
 class TypeCheckError(jaxtyping.TypeCheckError, jaxtyping.AnnotationError):
     """jaxtyping's error in one line: which argument, what was found, what was expected.
 
-    To any error but an AnnotationError, jaxtyping adds a print of every argument, such as the whole model.
+    It is an AnnotationError too, as jaxtyping adds a printout of every argument, even the model, to all other errors.
     """
 
 
 def install(modules: Sequence[str]) -> Any:
-    """jaxtyping's import hook for modules and packages, whose functions and dataclasses then check their types.
+    """Installs jaxtyping's import hook: functions and dataclasses of these modules and packages check their types.
 
-    It gives each call a scope for the names of axes, which takes 15 µs: it is for modules with arrays. Modules that
-    these import are compiled to bytecode of the same name, unchecked: for other `modules` the name is another.
+    The hook opens a scope for axis names in each call, which takes 15 µs: it is for modules with arrays. Unchecked
+    modules that these import are cached as bytecode under the same tag, so the tag depends on the list `modules`.
     """
     return jaxtyping.install_import_hook(modules, f"{__name__}.checker({zlib.crc32(repr(modules).encode())})")
 
 
 def checker(_: int) -> Callable[..., Any]:
-    """`checked`, for jaxtyping, which names bytecode after the whole expression that it finds a checker by."""
+    """Returns `checked`. jaxtyping tags bytecode by the expression for the checker, so the argument changes the tag."""
     return checked
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with the types of its arguments and its result checked.
+    """Wraps `function` so that the types of its arguments and its result are checked.
 
-    beartype takes half a millisecond to generate a check. It does so at the first call, as a process calls only a few
+    beartype takes half a millisecond to generate a check. That happens at the first call, as a process calls only a few
     of the functions that it imports.
     """
     check = None
@@ -63,7 +63,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What is wrong with a call. `function` is jaxtyping's wrapper, which returns the result of the call again."""
+    """The message for a call that fails. `function` is jaxtyping's stub, which gets and returns the call's result."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)
     where = f"{function.__module__}.{function.__qualname__}"
@@ -75,11 +75,11 @@ def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ..
         if not beartype.door.is_bearable(value, hint, conf=CONF):
             expected = _expected(hint, bound.arguments)
             return f"{where}: {what} is {_shown(value)}; expected {expected}{_advice(value, expected)}"
-    return f"{where}: {error}"  # of a list, beartype looks at one item, and each time at another
+    return f"{where}: {error}"  # beartype checks one random item of a list, and now found no wrong one
 
 
 def _advice(value: Any, expected: str) -> str:
-    """What to do about a newcomer's likeliest mistakes; nothing for others."""
+    """Advice on the mistakes that newcomers make most; empty for others."""
     if expected == "CausalLM" and isinstance(value, str | os.PathLike):
         return f"; load it: ling3.load({str(value)!r})"
     if "Key[Array" in expected:
@@ -116,9 +116,9 @@ def _shown(value: Any) -> str:
 
 
 def _expected(hint: Any, arguments: dict[str, Any]) -> str:
-    """The type as it is written, with the sizes of the axes that are known."""
+    """The type as it is written in the source, with the sizes of the axes that are known."""
     text = hint.__name__ if isinstance(hint, type) else str(hint)
-    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)  # no names of modules
+    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)  # without the names of modules
     sizes = {field: f"{{{field}}}".format(**arguments) for field in re.findall(r"{([\w.\[\]]+)", text)}
     with contextlib.redirect_stdout(io.StringIO()) as bindings:
         jaxtyping.print_bindings()

@@ -28,7 +28,7 @@ from ling3.runtime import user_cache
 VARIABLE = "LING3_COMPILATION_CACHE"
 LARGEST = 2**30
 """Bytes that the directory may grow to; the least recently used entries are removed first."""
-# Our value, and JAX's default: only that is replaced. Many small programs take as long to compile as a large one.
+# Our value, and JAX's default, the only one replaced. Small programs are kept too: many take as long as a large one.
 BOUNDS = {
     "jax_compilation_cache_max_size": (LARGEST, -1),
     "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
@@ -37,10 +37,10 @@ BOUNDS = {
 
 
 def switch_on() -> pathlib.Path | None:
-    """Makes JAX keep everything that this process compiles from now on.
+    """Makes JAX cache everything that this process compiles from now on.
 
-    Returns the directory, or None if nothing changes: because the user decided otherwise, or because the directory
-    cannot be created or written or is writable by others. ValueError if the variable is neither `off` nor an absolute
+    Returns the directory, or None if nothing changes: because of the user's settings, or because the directory cannot
+    be created or written or is writable by others. Raises ValueError if the variable is neither `off` nor an absolute
     path.
     """
     if _setting("jax_compilation_cache_dir") is not None or not _setting("jax_enable_compilation_cache"):
@@ -59,10 +59,10 @@ def switch_on() -> pathlib.Path | None:
 
 @functools.cache
 def _watch(directory: pathlib.Path) -> None:
-    """Removes damaged entries from `directory` when JAX reads them: it would keep them and warn in every process.
+    """Removes damaged entries from `directory` when JAX reads them: JAX would keep them and warn in every process.
 
     JAX stores the time of an entry's last read. It sends one event per request to the cache, and one after compiling a
-    program that the cache did not give. An entry read between these two is damaged.
+    program that the cache did not provide. Entries read between these two may be damaged, and are checked.
     """
     request = threading.local()
 
@@ -91,7 +91,7 @@ def _remove_damaged(directory: pathlib.Path, since: int) -> None:
 
 
 def _is_whole(entry: pathlib.Path) -> bool:
-    """True if its checksum is right. Entries compressed by zstandard have none and count as damaged."""
+    """True if the entry's checksum is right. Entries compressed by zstandard have none and count as damaged."""
     try:
         zlib.decompress(entry.read_bytes())
     except zlib.error:
@@ -100,9 +100,9 @@ def _is_whole(entry: pathlib.Path) -> bool:
 
 
 def _remove_incomplete(directory: pathlib.Path) -> None:
-    """Removes entries without a time of use, left by a killed process: with one of these, JAX stores nothing any more.
+    """Removes entries without a time of use, left by a killed process: because of one, JAX would store nothing more.
 
-    It takes JAX's own lock. If another process holds that, nothing is removed until the next start.
+    This takes JAX's lock. If another process holds it, nothing is removed until the next start.
     """
     try:
         with filelock.FileLock(directory / ".lockfile", timeout=0):

@@ -4,5 +4,5 @@ import os
 
 
 def cores() -> int:
-    """As many as the scheduler grants; all of the machine's where the system does not say."""
+    """The cores in this process's CPU affinity, or all of the machine's if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

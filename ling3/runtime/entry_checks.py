@@ -1,4 +1,4 @@
-"""Checks of the process and of token ids at the package's entry points, outside of compiled programs."""
+"""Checks at the package's entry points, outside of compiled programs: of the process, and of token ids."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import xla_bridge  # JAX has no public way to ask whether it is in use
 
-# `uses_jax` is as of this process's last fork; `forked` is True in a child of a process that had used JAX.
+# `uses_jax`: JAX was in use at this process's last fork. `forked`: this is the child of such a fork.
 _process = types.SimpleNamespace(uses_jax=False, forked=False)
 
 
@@ -28,10 +28,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
-# This and the check of ids run before every step of a loop: checking their types would take longer than they do.
+# Not type-checked, like the check of ids: both run before every step, and a type check would take longer than they.
 @no_type_check
 def refuse_fork() -> None:
-    """RuntimeError in a child of a process that had used JAX: without JAX's threads it would wait for ever."""
+    """Raises RuntimeError in a fork of a process that had used JAX: without JAX's threads it would wait forever."""
     if _process.forked:
         raise RuntimeError(
             "this process was forked from one that had used JAX, whose threads do not survive a fork: start it with "
@@ -40,9 +40,9 @@ def refuse_fork() -> None:
 
 
 def checks_ids(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(model, tokens, ...)` with a ValueError for ids without a row: JAX would read another one.
+    """Wraps `function(model, tokens, ...)` to raise ValueError for ids outside the vocabulary: JAX reads other rows.
 
-    Traced ids and the padding after a row's `lengths` are not checked. For ids that are still being computed on the
+    Traced ids and the padding after a row's `lengths` are not checked. If the ids are still being computed on the
     device, `function` is dispatched first, so that the device has work while the check waits for them.
     """
     signature = inspect.signature(function)
@@ -68,7 +68,7 @@ def _any_outside(model, tokens) -> bool:
     config = getattr(model, "config", None)
     if config is None or tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         return False
-    if isinstance(tokens, jax.Array) and not tokens.is_fully_addressable:  # other processes have the rest
+    if isinstance(tokens, jax.Array) and not tokens.is_fully_addressable:  # other processes have the other shards
         return False
     ids = np.asarray(tokens)
     return bool(ids.min() < 0 or ids.max() >= config.vocab_size)
@@ -76,7 +76,7 @@ def _any_outside(model, tokens) -> bool:
 
 @no_type_check
 def _refuse(model, tokens, lengths) -> None:
-    """ValueError for the first id outside the vocabulary that is not padding."""
+    """Raises ValueError for the first id outside the vocabulary that is not padding, if there is one."""
     ids, vocab = np.asarray(tokens), model.config.vocab_size
     outside = (ids < 0) | (ids >= vocab)
     if isinstance(lengths, jax.core.Tracer) or (lengths is not None and np.shape(lengths) != ids.shape[:1]):

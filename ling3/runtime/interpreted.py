@@ -1,8 +1,8 @@
-"""A question that a GPU's kernels ask: whether Pallas is to interpret them."""
+"""Whether Pallas interprets the GPU kernels."""
 
 import jax
 
 
 def interpreted() -> bool:
-    """True where JAX has no GPU: kernels then give their numbers without one, slowly."""
+    """True if JAX's default backend is no GPU: kernels then compute the same numbers, slowly."""
     return jax.default_backend() != "gpu"

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while something is under way that must not be left half done."""
+"""Holding back Ctrl-C during work that must not be left half done."""
 
 import contextlib
 import signal
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Within it Ctrl-C waits for the end, and does then what it did before: as a rule, it raises KeyboardInterrupt.
+    """Delays Ctrl-C to the end of the block, where it is handled as before, usually by raising KeyboardInterrupt.
 
-    Signals come to the main thread alone; in others it does nothing, nor where Ctrl-C is ignored or not Python's.
+    Without effect outside the main thread, which alone gets signals, and if Ctrl-C is ignored or not handled in Python.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None

@@ -1,7 +1,7 @@
 """A process with limits on its memory and time, for work on untrusted input: it dies in place of this process.
 
-What takes too much time or memory, or crashes the interpreter, costs the request that asked for it, and no other: the
-process is started again with the next one. Memory is bounded on Linux only; on macOS and Windows only time is.
+A request that takes too much time or memory, or crashes the interpreter, fails alone: the next one starts the process
+again. Time is limited on all systems, memory on Linux only.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ WORKER = pathlib.Path(__file__).with_name("limited_worker.py")
 
 
 class LimitExceeded(Exception):
-    """A request ended the process; the message says how, as "it takes more than 3 seconds"."""
+    """Raised if a request ended the process; the message says how, as in "it takes more than 3 seconds"."""
 
 
 class LimitedProcess:
-    """Answers requests in a process of its own, for one thread at a time.
+    """Answers requests in a separate process, one at a time.
 
     `module` is a file that imports nothing of ling3: its `prepare` gets the keywords of `setup()` at each start, and
-    its `answer` those of each request, all in JSON's types. After `prepare`, the process may take `mebibytes` more of
+    its `answer` those of each request, all of JSON types. After `prepare`, the process may take `mebibytes` more of
     address space. It is started at first use, and again after it has died.
     """
 
@@ -37,10 +37,10 @@ class LimitedProcess:
         self._parent = os.getpid()
 
     def ask(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Returns what `answer(**request)` returns in the process.
+        """Returns the result of `answer(**request)` in the process.
 
-        Raises LimitExceeded if the process dies of it, or is not done after so many seconds, and RuntimeError if the
-        process does not start.
+        Raises LimitExceeded if the process dies of it or takes more than `seconds`, and RuntimeError if it does not
+        start.
         """
         line = json.dumps([seconds, request]).encode() + b"\n"
         with self._lock:
@@ -58,13 +58,13 @@ class LimitedProcess:
         ends = {
             1: f"takes more than {seconds:g} seconds",
             2: memory,
-            -signal.SIGABRT: memory,  # as Rust ends where there is none
+            -signal.SIGABRT: memory,  # by Rust, if it cannot allocate
             -signal.SIGSEGV: "is nested too deeply, and overflows the stack",
         }
         raise LimitExceeded(f"it {ends.get(status, f'crashes Python (exit status {status})')}")
 
     def stop(self) -> int:
-        """Kills the process, if there is one and it is this process's; returns its exit status."""
+        """Kills the process, if it runs and this process started it; returns its exit status."""
         process, self._process = self._process, None
         if process is None or self._parent != os.getpid():
             return 0
@@ -83,7 +83,7 @@ class LimitedProcess:
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
             self._write(json.dumps(self._setup()).encode() + b"\n")
             if not self._process.stdout.readline():
@@ -91,6 +91,6 @@ class LimitedProcess:
         return self._process
 
     def _write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has ended, so there is no reply either
+        with contextlib.suppress(OSError):  # the process has ended, and `ask` will find no reply
             self._process.stdin.write(line)
             self._process.stdin.flush()

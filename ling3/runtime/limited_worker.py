@@ -1,6 +1,6 @@
 """The process of `limited_process.py`: one JSON request per line on stdin, one JSON reply per line on stdout.
 
-It is run by its path, with that of the module that prepares and answers, and imports nothing of ling3.
+It is run as a script, with the path of the module that prepares and answers, and imports nothing of ling3.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main(path: str, mebibytes: int) -> None:
-    """Answers requests until stdin ends; exits early if one takes more than its seconds or this much more memory."""
+    """Answers requests until stdin ends; exits early if one exceeds its seconds, or `mebibytes` of extra memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module = _module(path)
     if not (setup := sys.stdin.buffer.readline()):
@@ -22,13 +22,13 @@ def main(path: str, mebibytes: int) -> None:
     module.prepare(**json.loads(setup))
     if sys.platform == "linux":
         _limit_memory(mebibytes * 2**20)
-    # The parent reports how it ended; if it is gone already, nobody hears that this has started.
+    # Nothing more goes to stderr: the parent, if it still runs, reports how this process ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    print(flush=True)  # it has started
+    print(flush=True)  # tells the parent that this process has started
     try:
         for line in sys.stdin.buffer:
             seconds, request = json.loads(line)
-            # A timer in C, as one long operation may hold the interpreter for hours. The exit status is then 1.
+            # A timer in C, as one long operation may block the interpreter for hours. It exits with status 1.
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             reply = json.dumps(module.answer(**request))
             faulthandler.cancel_dump_traceback_later()

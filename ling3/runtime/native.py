@@ -2,11 +2,11 @@
 
 A kernel is one source file beside its operator, with the headers there, written against the headers of XLA's foreign
 function interface in jaxlib. The C++ compiler (the variable CXX, else `c++`) compiles it for this processor. Without a
-compiler, where it fails, and on Windows, operators run in their plain form; each process warns of every kernel that it
-does without, unless it was set to or runs on Windows.
+compiler, or if it fails, operators run in their plain form, and each process warns of every kernel that it lacks. It
+does not warn if kernels are off, or on Windows without CXX, where `c++` is not tried.
 
 A library's name contains a hash of everything it was made from, so a library of another machine or version is never
-loaded, and a hash of its content: a file that was cut or changed is compiled again, as calling it would end the
+loaded, and a hash of its content: a truncated or changed file is compiled again, as calling it would crash the
 process. Files are only ever replaced, never written to, since other processes may have them mapped.
 
     LING3_NATIVE=off            compiles and loads nothing
@@ -35,7 +35,7 @@ from ling3.runtime import user_cache
 VARIABLE = "LING3_NATIVE"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 INSTRUCTIONS = ("SSE2", "AVX2", "FMA", "F16C", "AVX512F", "AVX512BW", "AVX512BF16", "ARM_NEON")
-"""Sets of instructions that the kernels use where the processor has them, by the names of the compiler's macros."""
+"""Instruction sets that the kernels use if the processor has them, as the compiler's macros name them."""
 LONGEST = 300.0
 """Seconds after which a compiler is killed."""
 
@@ -43,11 +43,11 @@ LONGEST = 300.0
 def missing(source: pathlib.Path, macro: str = "") -> str | None:
     """Why the kernels of a C++ file are not available; None if they are.
 
-    With a `macro` the file is compiled with that defined, as a library of its own.
+    With a `macro` the file is compiled with that macro defined, as a separate library.
 
     The first call on a machine compiles the file, which takes seconds; other processes wait for it. A file that does
-    not compile is not tried again by later processes. RuntimeWarning, in each process, if the kernel is missing for any
-    reason but `LING3_NATIVE=off` and Windows. ValueError if a variable has an invalid value.
+    not compile is not tried again by later processes. Emits a RuntimeWarning in each process if the kernel is missing,
+    except as this module's docstring says. Raises ValueError if an environment variable has an invalid value.
     """
     library, why = _library(source, macro)
     return None if library is not None else why
@@ -55,7 +55,7 @@ def missing(source: pathlib.Path, macro: str = "") -> str | None:
 
 @functools.cache
 def target(source: pathlib.Path, handler: str, macro: str = "") -> str:
-    """The name by which `jax.ffi.ffi_call` finds `handler` of a C++ file on a CPU. OSError if it is `missing`."""
+    """The name for `jax.ffi.ffi_call` of a C++ file's `handler`, on CPUs. Raises OSError if the file is `missing`."""
     library, key = _library(source, macro)
     if library is None:
         raise OSError(key)
@@ -66,7 +66,7 @@ def target(source: pathlib.Path, handler: str, macro: str = "") -> str:
 
 @functools.cache
 def instructions() -> tuple[str, ...]:
-    """The `INSTRUCTIONS` with which kernels are compiled on this machine; none without a compiler."""
+    """The `INSTRUCTIONS` with which kernels are compiled on this machine; empty without a compiler."""
     compiler = _compiler()
     macros = _processor(compiler).decode(errors="replace") if compiler else ""
     return tuple(name for name in INSTRUCTIONS if f"#define __{name}__ " in macros)
@@ -76,7 +76,7 @@ def instructions() -> tuple[str, ...]:
 def _library(source: pathlib.Path, macro: str) -> tuple[ctypes.CDLL | None, str]:
     """The library made from a source, compiled now if it is not cached or is damaged, and the hash of its sources.
 
-    Without one, None and why, of which there is a warning.
+    If there is none, None and the reason, after a warning (not if kernels are off, nor on Windows without CXX).
     """
     if os.environ.get(VARIABLE) == "off":
         return None, f"{VARIABLE} is off"
@@ -106,9 +106,9 @@ def _hash(content: bytes) -> str:
 
 
 def _cached(stem: pathlib.Path, source: pathlib.Path, command: list[str]) -> pathlib.Path:
-    """The library of this name whose content has the hash that its name says, compiled now if there is none.
+    """The library `stem`-hash.so whose content has the hash in its name, compiled now if there is none.
 
-    Others of this name are damaged, and removed. OSError or SubprocessError if the source does not compile.
+    Libraries whose content does not are damaged, and removed. Raises OSError or SubprocessError if it cannot compile.
     """
     failed = stem.with_suffix(".failed")
     with filelock.FileLock(stem.with_name(".lock"), timeout=2 * LONGEST):
@@ -132,7 +132,7 @@ def _compiler() -> list[str]:
             return shlex.split(named)
         except ValueError as error:
             raise ValueError(f"CXX is {named!r}, expected the command of a C++ compiler: {error}") from None
-    # On Windows GCC does not align spilled wide registers.
+    # None is searched for on Windows, where GCC does not align spilled wide registers.
     found = None if sys.platform == "win32" else shutil.which("c++")
     # On a Mac without developer tools, `c++` opens a dialog that offers to install them.
     if found is None or (sys.platform == "darwin" and _output(["xcode-select", "-p"]) is None):
@@ -141,9 +141,9 @@ def _compiler() -> list[str]:
 
 
 def _processor(compiler: list[str]) -> bytes:
-    """The compiler's predefined macros, which tell its version and this machine's instructions.
+    """The compiler's predefined macros, which show its version and this machine's instructions.
 
-    OSError if there is no compiler, or none that can be run.
+    Raises OSError if there is no compiler, or if it cannot be run.
     """
     if not compiler:
         raise OSError("There is no C++ compiler: install one that is called c++, or name one in CXX")
@@ -165,8 +165,8 @@ def _output(command: list[str]) -> bytes | None:
 def _compile(command: list[str], source: pathlib.Path, stem: pathlib.Path, failed: pathlib.Path) -> pathlib.Path:
     """Compiles a source into a library whose name is `stem` and the hash of its content, atomically; returns its path.
 
-    OSError if the compiler refuses the source, whose messages then go to `failed`. A compiler that was killed may be
-    tried again.
+    Raises OSError if the compiler fails. If it refused the source, its messages go to `failed`, and later calls do not
+    try again; after a compiler that was killed they do.
     """
     with tempfile.TemporaryDirectory(dir=stem.parent) as aside:
         made = pathlib.Path(aside) / f"{stem.name}.so"

@@ -1,12 +1,12 @@
-"""Dataclass fields that declare their bounds on their lines, and the error that names a field.
+"""Dataclass fields that are declared with their bounds, and the error that names such a field.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Params:
         temperature: float = parameter(0.0, ge=0)
         '''0 takes the most likely token each time.'''
 
-The annotation is float, int or bool, or one of them `| None`, and the string after a field says its meaning. Checks,
-the options of the command line and the fields of HTTP requests are made from these declarations.
+The annotation is float, int or bool, or one of them `| None`, and the string after a field is its description. Checks,
+the options of the command line and the fields of HTTP requests are generated from these declarations.
 """
 
 import ast
@@ -29,7 +29,7 @@ _NOUNS = {float: "a number", int: "a whole number", bool: "true or false"}
 
 
 class ParameterError(ValueError):
-    """A parameter, a setting or a prompt that cannot be used.
+    """Raised for a parameter, a setting or a prompt that cannot be used.
 
     `field` is the name of the first one at fault, and `problems` has the name and the message of each.
     """
@@ -58,21 +58,21 @@ class Parameter:
     """True if the value may be None."""
     default: Any
     bounds: Mapping[str, float]
-    """Of a number, by `ge`, `gt`, `le` and `lt`."""
+    """The bounds of a number, by `ge`, `gt`, `le` and `lt`."""
     common: bool
     """False where the commands and the server each declare an option of this name themselves."""
 
     @property
     def noun(self) -> str:
-        """The kind of value that a user types."""
+        """The kind of value, as in messages to a user."""
         return _NOUNS[self.kind] + " or none" * self.optional
 
     def problem(self, value: Any) -> str | None:
-        """Why the field may not hold a value, to follow its name; None if it may."""
+        """Why the field may not hold `value`, as text to follow the field's name; None if it may."""
         return None if self._holds(value) else f"is {shown(value)}, expected {self._expected}"
 
     def plain(self, value: Any) -> Any:
-        """A value without problems as Python's own float, int or bool."""
+        """Converts a valid value to a Python float, int or bool."""
         if value is None or self.kind is bool:
             return value
         return float(value) if self.kind is float else operator.index(value)
@@ -97,7 +97,7 @@ class Parameter:
 
 
 def parameter(default: Any, *, common: bool = True, **bounds: float) -> Any:
-    """The default and the bounds of a dataclass's field, with a meaning in `common` for the server and the commands."""
+    """A dataclass field with a default and bounds. With `common` the server and commands make an option from it."""
     return dataclasses.field(default=default, metadata={"bounds": bounds, "common": common})
 
 
@@ -114,21 +114,21 @@ def parameters(cls: Any) -> Mapping[str, Parameter]:
 
 
 def problems_of(instance: Any) -> Iterable[tuple[str, str]]:
-    """The name of each parameter with a value that it may not hold, and why."""
+    """Yields the name of each parameter whose value is invalid, and what is wrong with it."""
     for name, each in parameters(type(instance)).items():
         if (problem := each.problem(getattr(instance, name))) is not None:
             yield name, problem
 
 
 def make_plain(instance: Any) -> None:
-    """Replaces the values of a frozen dataclass without problems by Python's own numbers."""
+    """Replaces the values of a frozen dataclass, which must be valid, by Python numbers."""
     for name, each in parameters(type(instance)).items():
         object.__setattr__(instance, name, each.plain(getattr(instance, name)))
 
 
 @functools.cache
 def meanings(cls: Any) -> Mapping[str, str]:
-    """The string that follows each field in the source of a dataclass, on one line."""
+    """The docstring of each field in the source of a dataclass, by name, on one line."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef), "a dataclass"
     return {
@@ -139,5 +139,5 @@ def meanings(cls: Any) -> Mapping[str, str]:
 
 
 def _short(bound: float) -> str:
-    """The number without a positive exponent's sign and an exponent's leading zeros, as 1e9."""
+    """The number as text, with a short exponent: 1e9, not 1e+09."""
     return str(bound) if isinstance(bound, int) else re.sub(r"e\+?(-?)0*", r"e\1", f"{bound:g}")

@@ -1,16 +1,16 @@
-"""The look of plots: colours that the colour-blind can tell apart, and that print well in grey."""
+"""The style of plots: colours that colour-blind readers can tell apart, and that print well in grey."""
 
 # Okabe & Ito's palette ("Color Universal Design", 2008).
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 KDA, MLA = BLUE, RED
-"""A kind of layer has one colour in all plots."""
+"""Each kind of layer has the same colour in all plots."""
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "ooo")
 
 
 def use() -> None:
-    """Sets matplotlib's defaults: line styles and markers change with the colour, and figures keep their margins."""
-    # Whoever only wants the colours need not import it.
+    """Sets matplotlib's defaults: line style and marker vary with the colour, and layouts are constrained."""
+    # Imported here, as the colours alone do not need matplotlib.
     import matplotlib.pyplot as plt  # noqa: PLC0415
     from cycler import cycler  # noqa: PLC0415
 

@@ -1,6 +1,6 @@
-"""Several processes that run one program: how they find each other, and what the first one tells the others.
+"""Several processes that run one program: connecting them, and messages from the first one to the others.
 
-`jax.distributed` connects them. Its coordinator, in the first process, watches over them: if one is gone, it ends the
+`jax.distributed` connects them. Its coordinator, in the first process, monitors them: if one is gone, it ends the
 others with an error that names it.
 """
 
@@ -15,26 +15,26 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 HEARTBEAT = 20
-"""Seconds after which a process that is no longer heard of is taken for dead."""
+"""Seconds without a heartbeat after which a process is considered dead."""
 PATIENCE = 45
-"""Seconds that a process which ends waits for the others: gloo gives up after 30."""
+"""Seconds that an ending process waits for the others; gloo gives up after 30."""
 LISTEN = 5_000
-"""Milliseconds of one wait for a message."""
+"""Milliseconds that one attempt to read a message waits."""
 KEPT = 64
-"""Messages that are kept for processes that have not read them yet."""
+"""The number of last messages that are kept for processes that have not read them yet."""
 
 FAILED = "ling3/failed"
-"""Where processes that end in an error say so."""
+"""The key under which processes that end in an error report it."""
 
 _wires = itertools.count()
 
 
 def connect(nodes: int | None = None, rank: int | None = None, address: str | None = None) -> None:
-    """Makes this process one of `nodes`, with the number `rank`; the first has its coordinator at `address`.
+    """Makes this process number `rank` of `nodes`; the first one's coordinator is at `address`.
 
-    What is None is found by `jax.distributed` from Slurm, Open MPI, Kubernetes or a TPU pod. To be called before
-    anything else is asked of JAX. On CPUs the processes exchange arrays by gloo. Raises ValueError for numbers that do
-    not fit together, and RuntimeError if the others do not come.
+    `jax.distributed` finds arguments that are None from Slurm, Open MPI, Kubernetes or a TPU pod. Call this before any
+    other use of JAX. On CPUs the processes exchange arrays by gloo. Raises ValueError for arguments that do not fit
+    together, and RuntimeError if the other processes do not connect.
     """
     if nodes is not None and nodes < 1:
         raise ValueError(f"nodes is {nodes}, expected a whole number >= 1")
@@ -57,7 +57,7 @@ def connect(nodes: int | None = None, rank: int | None = None, address: str | No
 
 
 def say_failed(error: str) -> None:
-    """Leaves word of an error in which this process ends, for the `failed` of others."""
+    """Reports the error in which this process ends, for `failed` in the others."""
     state = distributed.global_state
     if (client := state.client) is not None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
@@ -67,7 +67,7 @@ def say_failed(error: str) -> None:
 
 
 def failed() -> list[str]:
-    """In what other processes have ended, as far as they could say so."""
+    """The errors in which other processes have ended, as far as they could report them."""
     state = distributed.global_state
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         said = [] if state.client is None else state.client.key_value_dir_get(FAILED)
@@ -76,17 +76,17 @@ def failed() -> list[str]:
 
 
 def least(number: int) -> int:
-    """The least of the processes' numbers; called by all of them."""
+    """The smallest of all processes' numbers; every process calls this."""
     if jax.process_count() == 1:
         return number
-    own = np.asarray([number], np.int64).view(np.uint8)  # JAX has no int64 here
+    own = np.asarray([number], np.int64).view(np.uint8)  # as bytes, since JAX has no int64 without 64-bit mode
     return int(np.asarray(multihost_utils.process_allgather(own)).view(np.int64).min())
 
 
 class Wire:
-    """Messages of the first process to all others, in their order, past the devices, which may be at work.
+    """Ordered messages from the first process to all others, which do not wait for devices that are busy.
 
-    Each process makes as many wires, in the same order.
+    All processes must create the same number of wires, in the same order.
     """
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Wire:
         self._count += 1
 
     def hear(self) -> str:
-        """The next message, once there is one. RuntimeError if a process has ended in an error instead."""
+        """Waits for the next message. Raises RuntimeError if a process has ended in an error instead."""
         while True:
             try:
                 message = self._client.blocking_key_value_get(self._key(self._count), LISTEN)

@@ -1,4 +1,4 @@
-"""A progress bar for work that takes long."""
+"""A progress bar for work that takes a long time."""
 
 import contextlib
 import threading
@@ -16,7 +16,7 @@ PATIENCE = 2.0
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar on stderr for work of `total` parts (bytes, requests), shown on a terminal once it has taken `PATIENCE`.
 
-    Yields `advance(parts, what=None)`, which counts parts that are done, and may say anew what is going on.
+    Yields `advance(parts, what=None)`, which adds finished parts and may change the description.
     """
     state: dict[str, Any] = {"completed": 0, "description": what}
     bars = []

@@ -1,4 +1,4 @@
-"""Quoting of untrusted text in messages: escaped, so that no file controls a terminal, and cut to fit a screen."""
+"""Quoting untrusted text in messages: escaped, so that it cannot control a terminal, and cut to fit a screen."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ LONGEST_VALUE, LONGEST_LINE, MOST_LINES = 80, 600, 24
 
 
 def shown(value: Any) -> str:
-    """`value` as Python writes it, on one line, cut to `LONGEST_VALUE` characters."""
+    """The repr of `value` on one line, cut to `LONGEST_VALUE` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python writes no number of over 4,300 digits
@@ -23,7 +23,7 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
 
 
 def message(text: str, longest: int = LONGEST_LINE) -> str:
-    """An error's message with its lines made printable, cut to the length and the number that fit on a screen."""
+    """An error's message with printable lines, cut in length and number to fit on a screen."""
     lines = text.split("\n")
     more = [f"  ... and {len(lines) - MOST_LINES + 1:,} more"] if len(lines) > MOST_LINES else []
     return "\n".join([printable(line, longest) for line in lines[: MOST_LINES - len(more)]] + more)

@@ -1,17 +1,17 @@
-"""A recorder of a forward pass's intermediate arrays, which may also replace some; a pass without one costs nothing."""
+"""A recorder of a forward pass's intermediate arrays, which may also replace some; without one there is no overhead."""
 
 from collections.abc import Callable
 from typing import Any
 
 Edit = Callable[[str, Any, Any], Any]
-"""What a pass goes on with: `edit(path, array, span)` is the array itself, or another one in its place."""
+"""`edit(path, array, span)` returns the array that the pass continues with: `array`, or one in its place."""
 
 
 class Recorder:
     """Records intermediate arrays by module path and name, such as `model.layers.3.attention.gate`.
 
-    It is filled while a pass is traced, so `values` has to be read inside the same `jit`. Where a module shows it a
-    site, an array that the pass goes on with, `edit` may put another one in its place, which is then recorded.
+    It is filled while a pass is traced, so `values` has to be read inside the same `jit`. At a *site*, a module shows
+    it an array that the pass continues with: `edit` may replace the array, and the replacement is recorded.
     """
 
     def __init__(self, values: dict[str, Any] | None = None, path: str = "", edit: Edit | None = None):
@@ -24,7 +24,7 @@ class Recorder:
             self.values |= {f"{self.path}{name}": array for name, array in arrays.items()}
 
     def site(self, name: str, array: Any, span: Any) -> Any:
-        """Records what the pass is to go on with in the place of an array, and returns it."""
+        """Passes an array through `edit`, if there is one; records and returns the result."""
         if self is SILENT:
             return array
         if self.edit is not None and array is not None:

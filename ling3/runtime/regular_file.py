@@ -1,11 +1,11 @@
-"""Reading of untrusted files: only regular ones, up to a size that fits their kind."""
+"""Reading untrusted files: only regular ones, up to a size that fits their kind."""
 
 import os
 import pathlib
 import stat
 
 TOKENIZER_BYTES = 2**27
-"""The largest `tokenizer.json` that is read; that of Gemma 3, with 262,144 tokens, has 33 million bytes."""
+"""The largest `tokenizer.json` that is read; Gemma 3's, with 262,144 tokens, has 33 million bytes."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -17,9 +17,9 @@ _KINDS = {
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if `path` (or what it links to) is no regular file: reading a FIFO or a device may never end.
+    """Raises ValueError if `path` (or its target) is not a regular file: reading a FIFO or a device may never end.
 
-    OSError if it does not exist.
+    Raises OSError if it does not exist.
     """
     kind = stat.S_IFMT(pathlib.Path(path).stat().st_mode)
     if kind != stat.S_IFREG:

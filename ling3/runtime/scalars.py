@@ -1,4 +1,4 @@
-"""Numbers that a caller gives: a bool is not one, and a NumPy integer is a whole number."""
+"""Checks of numbers that a caller passes: a bool is not a number, and a NumPy integer is a whole number."""
 
 import numbers
 import operator

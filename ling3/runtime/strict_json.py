@@ -17,10 +17,10 @@ def read(path: str | os.PathLike[str], largest: int = CONFIG_BYTES) -> Any:
 
 
 def parse(text: str | bytes, source: str) -> Any:
-    """The value that `text` (UTF-8) holds; `source` is the file that errors name.
+    """The value of the JSON `text` (UTF-8); `source` is the file that errors name.
 
     Python's own parser keeps the last of two equal keys and accepts `NaN` and `Infinity`, which are not JSON.
-    Raises ValueError, with the line and column where there is one.
+    Raises ValueError, with line and column for malformed JSON.
     """
     try:
         return _value(text, source)

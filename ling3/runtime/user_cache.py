@@ -1,6 +1,6 @@
-"""The user's cache directory, which keeps compiled programs and kernels from one process to the next.
+"""The user's cache directory, which keeps compiled programs and kernels between processes.
 
-They are code, so only the user may be able to write the directory. An environment variable says where it is:
+They are code, so only the user may have write access to it. An environment variable says where it is:
 
     off            caches nothing
     /some/where    caches there
@@ -15,8 +15,8 @@ import sys
 def directory(variable: str, name: str) -> pathlib.Path | None:
     """The directory that `variable` names, else `ling3/name` in the user's cache directory; it exists and is writable.
 
-    None if the variable is `off`, or if the directory cannot be created or is writable by others. ValueError if the
-    variable is neither `off` nor an absolute path.
+    None if the variable is `off`, or if the directory cannot be created or is writable by others. Raises ValueError if
+    the variable is neither `off` nor an absolute path.
     """
     wanted = os.environ.get(variable, "")
     if wanted == "off":
@@ -28,7 +28,7 @@ def directory(variable: str, name: str) -> pathlib.Path | None:
 
 
 def _default(name: str) -> pathlib.Path | None:
-    """`ling3/name` in the platform's cache directory for this user; None without a home."""
+    """`ling3/name` in this user's cache directory on this platform; None for users without a home."""
     named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     if named and pathlib.Path(named).is_absolute():
         return pathlib.Path(named) / "ling3" / name

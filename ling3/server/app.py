@@ -1,4 +1,4 @@
-"""The ASGI app: its endpoints, and errors as JSON wherever they come from."""
+"""The ASGI app: routes, API keys, and JSON responses for errors of every kind."""
 
 import hashlib
 import hmac
@@ -36,12 +36,12 @@ def build(
     timeout: float | None = None,
     hosts: Hosts | None = None,
 ) -> ASGIApp:
-    """The app over a service.
+    """Builds the ASGI app over a service.
 
-    With `api_keys`, all but / and /health wants one of them; ValueError for a blank one. With `hosts`, all but these
-    two has to be asked of one of them. Pages of `allow_origins` ("*" is any) may ask from a browser, and those of the
-    host that they ask. A request that takes more than `timeout` seconds, from its first byte to its answer's last,
-    ends in an error.
+    With `api_keys`, requests for every path but / and /health need one of them; raises ValueError for a blank key. With
+    `hosts`, requests for these paths need one of them in their Host header. Browser pages may send requests from the
+    same host and from `allow_origins` ("*" is any). A request that takes more than `timeout` seconds, from the end of
+    its headers to the last byte of its answer, ends in an error.
     """
     routes = [
         *(Route(path, post, methods=["POST"]) for path, post in POSTS.items()),
@@ -65,7 +65,7 @@ def build(
 
 
 def _keyed(keys: Sequence[str]) -> Callable[[Scope], ApiError | None]:
-    """Refuses what has none of the keys, if there are any; ValueError for a blank one."""
+    """Builds a check that refuses requests without one of the keys, if any. Raises ValueError for a blank key."""
     if not all(key.strip() for key in keys):
         raise ValueError("an API key is blank")
     digests = [_digest(key.encode()) for key in keys]
@@ -82,7 +82,7 @@ def _keyed(keys: Sequence[str]) -> Callable[[Scope], ApiError | None]:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that comparing takes one time."""
+    """A hash of fixed length, so that comparing keys takes constant time."""
     return hashlib.sha256(key).digest()
 
 
@@ -115,10 +115,10 @@ async def _description(request: Request) -> Response:
 
 
 class Health(HTTPEndpoint):
-    """Whether requests may come; other methods get 405 here, and not what the app beside has to say of the path."""
+    """The `/health` endpoint. It answers other methods with 405; a plain route would leave them to the mounted app."""
 
     async def get(self, request: Request) -> Response:
-        """Answers requests for `/health`, which asks the engine."""
+        """Answers with status ok; raises ApiError 503 if the server cannot take requests."""
         await request.app.state.service.check_health()
         return JSONResponse({"status": "ok"})
 

@@ -1,4 +1,4 @@
-"""Endpoints that read a body: bounded, strict JSON, checked by a pydantic model whose errors name the field."""
+"""Endpoints that read a JSON body: its size is limited, a pydantic model validates it, and errors name the field."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,23 +18,23 @@ from ling3.server.service import Service
 from ling3.text.json_text import loaded
 
 SHORT = 2**16
-"""Bytes up to which a body is parsed at once; a longer one is, in its turn, on another thread."""
+"""Bodies of up to this many bytes are parsed in the event loop; longer ones on `PARSER`'s thread."""
 MOST_ERRORS = 64
-"""Errors up to which they are looked at one by one."""
+"""With more validation errors than this, only their number is reported."""
 PARSER = ThreadPoolExecutor(1, "bodies")
-"""One thread, as parsing keeps the interpreter: the event loop waits for one body, not for several."""
+"""One thread only: parsing holds the GIL, so several threads would block the event loop for longer."""
 
 Model = TypeVar("Model", bound=Known)
 
 
 class Post:
-    """An endpoint: `answer` makes a response of a body, a `model`, and is cancelled if the client goes away."""
+    """An endpoint that validates the body as a `model` and passes it to `answer`, which a disconnect cancels."""
 
     def __init__(self, model: type[Known], answer: Callable[[Service, Any], Awaitable[Response]]):
         self.model, self._answer = model, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Reads the body, calls `answer` and sends its response."""
         request = Request(scope, receive)
         service: Service = request.app.state.service
         asked: Any = await read(request, self.model)
@@ -59,9 +59,9 @@ class Post:
 
 
 async def read(request: Request, model: type[Model]) -> Model:
-    """The body as a `model`.
+    """Reads a request's body and validates it as a `model`.
 
-    ApiError 415 if it is not said to be JSON, 413 if it is too large, 400 for anything else that is wrong with it.
+    Raises ApiError 415 if the Content-Type is not JSON, 413 if the body is too large, and 400 for any other problem.
     """
     _check_type(request)
     content = bytearray()
@@ -76,7 +76,7 @@ async def read(request: Request, model: type[Model]) -> Model:
 
 
 def _check_type(request: Request) -> None:
-    """ApiError 415 without the type that a page of another origin cannot send unasked."""
+    """Raises ApiError 415 unless the type is JSON, which other origins' pages cannot send without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         message = f"the Content-Type is {printable(given, 80) or 'missing'}, expected application/json"
@@ -95,12 +95,12 @@ def _validated(content: bytes, model: type[Model], allow: bool) -> Model:
 
 
 def _refusal(error: pydantic.ValidationError, value: dict[str, Any]) -> ApiError:
-    """What is wrong with a body, by the first field that is."""
+    """The error for an invalid body, about its first wrong field."""
     if error.error_count() > MOST_ERRORS:
         return ApiError(400, f"the body has {error.error_count()} wrong or unknown fields")
     param, reasons = None, []
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # what is there says more
+    for each in sorted(errors, key=lambda each: each["type"] == "missing"):  # missing fields last
         name = _name(each["loc"], value)
         if param is None and each["type"] == "extra_forbidden":
             return wrong(name, "is not supported", "unsupported_parameter")
@@ -110,20 +110,20 @@ def _refusal(error: pydantic.ValidationError, value: dict[str, Any]) -> ApiError
 
 
 def _name(where: Sequence[int | str], value: Any) -> str:
-    """The field of a body that an error is about, without the parts of its place that name types."""
+    """The dotted name of the field that an error is about: `where` without the parts that name types."""
     names = []
     for part in where:
         inner: Any = value
         known = part in inner if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
         if known:
             value = inner[part]
-        if known or (part == where[-1] and isinstance(value, dict)):  # the last may be what is missing
+        if known or (part == where[-1] and isinstance(value, dict)):  # the last part may be a missing field
             names.append(str(part))
     return printable(".".join(names), 80)
 
 
 def parse(content: bytes) -> Any:
-    """The JSON of a body; ApiError 400 for what is malformed, not finite or beyond the limits."""
+    """Parses a body's JSON. Raises ApiError 400 if it is malformed, has non-finite numbers or exceeds the limits."""
     limits.check(content)
     try:
         return loaded(content.decode("utf-8"))

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations answered, whole or as a stream, with thinking and tool calls apart."""
+"""`/v1/chat/completions`: answers conversations, in one body or as a stream, with separate thinking and tool calls."""
 
 import asyncio
 import dataclasses
@@ -22,20 +22,21 @@ from ling3.text.tokenizer import thinking
 
 
 async def answer(service: Service, asked: Chat) -> Response:
-    """Answers requests for `/v1/chat/completions`, whole or as a stream."""
+    """Answers a request for `/v1/chat/completions`, in one body or as a stream."""
     deltas, replies, tokens = await begin(service, asked, asked.offered)
     return await respond(_Messages(service, asked, replies, tokens), deltas, asked.stream)
 
 
 async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tuple[Deltas, list[TokenReply], int]:
-    """The deltas of the answers, what takes each of them apart, and the tokens of the prompt; `given` are the tools.
+    """Starts generating the answers to a chat; `given` are its tools.
 
-    ApiError for what cannot be answered.
+    Returns the deltas, a parser for each of the `n` replies, and the number of prompt tokens. Raises ApiError for a
+    request that cannot be answered.
     """
     tokenizer, effort = service.tokenizer, asked.reasoning_effort
-    parallel = None if asked.tools == [] else asked.parallel_tool_calls  # clients say it of no tools, too
+    parallel = None if asked.tools == [] else asked.parallel_tool_calls  # clients send it without tools, too
     how = asked.tool_choice, parallel, tokenizer
-    # What takes longer than handing it to another thread and back is done there.
+    # Steps that take longer than a switch to another thread and back run there.
     offered = await asyncio.to_thread(tools.chosen, given, *how) if given else tools.chosen((), *how)
     if effort not in (None, "none", "minimal") and not await asyncio.to_thread(lambda: tokenizer.thinking_switch):
         message = f"is {effort}, and this model's chat template has no switch for thinking"
@@ -64,7 +65,7 @@ async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tup
 
 
 class _Messages(Choices):
-    """Choices with a message each."""
+    """Choices whose answers are chat messages."""
 
     def __init__(self, service: Service, asked: Chat, replies: Sequence[TokenReply], prompt_tokens: int):
         head = head_of("chatcmpl", "chat.completion", service.name)
@@ -96,7 +97,7 @@ def _chunk(index: int, new: dict[str, Any], reason: str | None = None, logprobs:
 
 
 def _message(said: Sequence[Piece]) -> dict[str, Any]:
-    """A reply's pieces as a message."""
+    """Joins the pieces of a reply to a message."""
     reasoning, text = ("".join(x.text for x in said if x.kind == kind) for kind in ("reasoning", "content"))
     calls: list[dict[str, Any]] = []
     for piece in said:
@@ -111,7 +112,7 @@ def _message(said: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _news(piece: Piece) -> dict[str, Any]:
-    """A piece as a chunk's delta."""
+    """A piece of a reply as the `delta` of a chunk."""
     if piece.kind in CALLS:
         return {"tool_calls": [{"index": piece.call, **_call(piece)}]}
     if piece.kind in GOES_ON:
@@ -121,16 +122,16 @@ def _news(piece: Piece) -> dict[str, Any]:
 
 
 def _call(piece: Piece) -> dict[str, Any]:
-    """A tool call that begins."""
+    """The beginning of a tool call: a new id, the name, and no text yet."""
     kind, text = CALLS[piece.kind]
     return {"id": identifier("call"), "type": kind, kind: {"name": piece.text, text: ""}}
 
 
 def _reason(reply: TokenReply, said: Delta | Completion) -> str | None:
-    """Why an answer ended, for clients."""
+    """The finish reason for clients: `tool_calls` if the reply stopped and has calls."""
     return "tool_calls" if said.finish_reason == "stop" and reply.reply.calls else said.finish_reason
 
 
 def pieces(reply: TokenReply, said: Delta | Completion) -> list[Piece]:
-    """The new part of a reply, or all of it."""
+    """Parses the new text of a delta, or all the text of a completion, into pieces of the reply."""
     return reply.feed(said.text, said.token_ids, said.finish_reason is not None)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts and ids continued, whole or as a stream, and scored with `echo`."""
+"""`/v1/completions`: continues texts or token ids, in one body or as a stream, and scores prompts with `echo`."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ MOST_PROMPTS = 128
 
 
 async def answer(service: Service, asked: Completion) -> Response:
-    """Answers requests for `/v1/completions`, whole or as a stream."""
+    """Answers a request for `/v1/completions`, in one body or as a stream."""
     given: Any = asked.prompt
     nested = bool(given) and not isinstance(given, str) and not isinstance(given[0], int)
     several = given if nested else [given]
@@ -39,7 +39,7 @@ async def answer(service: Service, asked: Completion) -> Response:
 
 
 def _prompts(service: Service, several: Sequence[str | list[int]], asked: Completion) -> list[list[int]]:
-    """The ids of each prompt; ApiError 400 for anything else."""
+    """The token ids of each prompt. Raises ApiError 400 for too many prompts, and for one that cannot be answered."""
     if len(several) > MOST_PROMPTS:
         raise wrong("prompt", f"has {len(several)} prompts, expected at most {MOST_PROMPTS}")
     ids = []
@@ -50,7 +50,7 @@ def _prompts(service: Service, several: Sequence[str | list[int]], asked: Comple
 
 
 class _Texts(Choices):
-    """Choices with a text each, which goes on with its prompt's if that is echoed."""
+    """Choices whose answers are texts, which begin with the prompt's text if that is echoed."""
 
     def __init__(self, service: Service, asked: Completion, prompts: Sequence[list[int]]):
         head, tokens = head_of("cmpl", "text_completion", service.name), sum(map(len, prompts))
@@ -76,7 +76,7 @@ class _Texts(Choices):
                 yield from (self._choice(place, index, echoed) for index in range(self._n))
 
     def new(self, place: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        # The scores of the prompt come with the end of its answer, and all that follows them has to wait.
+        # The prompt's scores come first in the answer but are known only at its end, so everything waits for them.
         if self._asked.echo and self._asked.logprobs is not None:
             if delta.output is not None:
                 yield from self.complete(place, delta.output)
@@ -95,5 +95,5 @@ class _Texts(Choices):
         return {"index": place * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echoed(self, place: int) -> str:
-        """The text with which the answers to a prompt begin."""
+        """The prompt's text, if it is echoed; else an empty text."""
         return self._tokenizer.decode(self._prompts[place], skip_special_tokens=False) if self._asked.echo else ""

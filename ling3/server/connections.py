@@ -1,7 +1,7 @@
-"""Connections under uvicorn: bounds on their number, and on the size and time of what is not a request yet.
+"""Connections under uvicorn: limits on their number, and on the size and duration of incoming requests.
 
-uvicorn over httptools takes heads of any size and waits for them without end, and once a request is answered it reads
-on whatever its body still brings. All of that is before an API key was looked at.
+uvicorn with httptools accepts request heads of any size and waits for them without limit, and after a response it keeps
+reading the rest of the request's body. All of this happens before an API key is checked.
 """
 
 import asyncio
@@ -18,43 +18,43 @@ from ling3.server.errors import ApiError, Guarded
 from ling3.text.json_text import dumped
 
 LONGEST_HEAD = 2**16
-"""Bytes of a request's line and headers."""
+"""The most bytes of a request line and its headers."""
 PER_BYTE = 8
-"""Bytes of framing and trailers, for each of a body."""
+"""Bytes of chunk framing and trailers that are allowed for each byte of a body."""
 MOST_PIPELINED = 64
-"""Requests on one connection that wait for the answer before theirs."""
+"""The most requests of one connection that wait for earlier ones to be answered."""
 HEAD_SECONDS = 20.0
-"""In which the head of a request has to come, and the rest of a body that nobody reads."""
+"""Seconds for a request's head to arrive, or for the rest of a body after its response."""
 KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than balancers' usual 60, so that they close it."""
+"""Seconds that an idle connection stays open: longer than load balancers' usual 60, so that they close it first."""
 LAST_WORDS = 1.0
-"""Seconds in which a client can read why its connection ends."""
+"""Seconds that a client has to read why its connection is closed."""
 
 MOST_CONNECTIONS, MOST_DESCRIPTORS = 2**13, 2**16
 BACKLOG = 2**11
 RESERVED = 32
-"""Descriptors for files, pipes and child processes."""
+"""Descriptors that are left for files, pipes and child processes."""
 SPARE = 16
-"""Connections beyond the most that are taken for `GET`, as of /health."""
+"""Connections that are accepted beyond the limit, for `GET` requests only, such as /health."""
 
 
 @dataclasses.dataclass
 class Connections:
-    """The connections that are open, the oldest first, and their bounds."""
+    """The open connections, the oldest first, and their limits."""
 
     most: int
-    """How many there may be; one more ends the oldest that has no request, if there is one."""
+    """The most connections. One more closes the first by `Connection.rank`, unless all are being answered."""
     timeout: float
-    """Seconds that a request may take; a client has as many to take what was sent."""
+    """Seconds that a request may take, and that a client has to read what was sent to it."""
     open: dict["Connection", None] = dataclasses.field(default_factory=dict)
 
     @property
     def head_seconds(self) -> float:
-        """Seconds in which a request's head has to come."""
+        """Seconds for a request's head to arrive: `HEAD_SECONDS`, or `timeout` if that is less."""
         return min(HEAD_SECONDS, self.timeout)
 
     def add(self, new: "Connection") -> bool:
-        """Takes a connection; False where it is one of the spare ones."""
+        """Adds a connection, closing another one if there are too many. Returns False if no other one can be closed."""
         self.open[new] = None
         if len(self.open) <= self.most:
             return True
@@ -70,10 +70,10 @@ class Connections:
 
 
 def room() -> tuple[int, int]:
-    """How many connections fit among the descriptors that this process may have, and the backlog for as many.
+    """The most connections that the process's file descriptors allow, and the listen backlog.
 
-    Raises the soft limit to the hard one. Connections that arrive together are all accepted before the first is looked
-    at, so there is room for a backlog besides.
+    Raises the soft limit of descriptors to the hard one. Connections that arrive together are all accepted before the
+    first is handled, so descriptors for a full backlog are set aside.
     """
     if sys.platform == "win32":
         return MOST_CONNECTIONS, BACKLOG
@@ -91,26 +91,26 @@ def room() -> tuple[int, int]:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds on heads, bodies and numbers."""
+    """uvicorn's protocol with limits on heads, bodies and the number of connections."""
 
     def __init__(self, connections: Connections, **settings: Any):
         super().__init__(**settings)
         self._connections = connections
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        # Bytes of the message that are not of its body, and those that are.
+        # Bytes of the current request outside of its body, and in it.
         self._other = self._body = 0
         self._in_head = self._refused = False
 
     @property
     def rank(self) -> int | None:
-        """The order in which connections end: without a request, idle, amid a body; None while one is answered."""
+        """The order of closing: 0 without a request, 1 idle after one, 2 amid a body; None (never) while answering."""
         if self.cycle is None or self.transport.is_closing() or (self._in_head and self.cycle.response_complete):
             return 0
         return 1 if self.cycle.response_complete else 2 if self.cycle.more_body else None
 
-    def connection_made(self, transport: Any) -> None:  # uvloop's is no `asyncio.Transport`
-        """Takes the connection if there is room."""
+    def connection_made(self, transport: Any) -> None:  # uvloop's transport is not an `asyncio.Transport`
+        """Adds the connection; beyond the limit it may only send GET requests."""
         super().connection_made(transport)
         if not self._connections.add(self):
             self.app = Guarded(self.app, _crowded)  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came, in parts, so that no head is parsed which is too long."""
+        """Parses data in parts of `LONGEST_HEAD` bytes, and refuses a head as soon as it is too long."""
         for start in range(0, len(data), LONGEST_HEAD):
             if self._refused or self.transport.is_closing():
                 return
@@ -137,17 +137,17 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def on_message_begin(self) -> None:
-        """Notes the first byte of a request."""
+        """Resets the counts at the first byte of a request."""
         self._other, self._body, self._in_head = 0, 0, True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers are left out."""
+        """Takes a header; trailers, which come after the head, are dropped."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begins to answer once the head is whole."""
+        """Starts to answer the request; closes the connection if too many are pipelined."""
         self._in_head = False
         self._unwatch()
         if len(self.pipeline) >= MOST_PIPELINED:
@@ -155,33 +155,33 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes the next part of the request's body."""
+        """Counts and takes the next part of the request's body."""
         self._other -= len(body)
         self._body += len(body)
         super().on_body(body)
 
     def pause_writing(self) -> None:
-        """Limits the time until the client takes what was sent."""
+        """Limits the time that the client takes to read what was sent."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._connections.timeout + LAST_WORDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Ends the limit on the time that writing waits."""
+        """Cancels the time limit that `pause_writing` has set."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Ends an idle connection, at last also one whose client reads nothing."""
+        """Closes an idle connection, and aborts it later if the client reads nothing."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(KEEP_ALIVE, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Ends a connection on which there is no HTTP."""
+        """Refuses data that is not valid HTTP."""
         self._refuse(ApiError(400, msg.removesuffix(".").lower()))
 
     def _watch(self) -> None:
-        """Limits the time until a request begins, where none is under way."""
+        """Starts the time limit for the next request's head, unless a request is being answered."""
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._timer = self.loop.call_later(self._connections.head_seconds, self._late)
 
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Ends the connection with an error, unless an answer is under way; what comes meanwhile is dropped."""
+        """Sends an error and closes the connection, or only closes it amid an answer. Later data is dropped."""
         self._refused = True
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self.transport.abort()
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _crowded(scope: Scope) -> ApiError | None:
-    """Refuses what may do more than look, on connections beyond the most."""
+    """Refuses every method but GET, on connections beyond the limit."""
     if scope["method"] == "GET":
         return None
     headers = {"Retry-After": "1", "Connection": "close"}

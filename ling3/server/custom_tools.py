@@ -1,4 +1,4 @@
-"""Custom tools, whose input is text: shown to a model, and called by it, as functions with one string."""
+"""Custom tools, whose input is a text: the model sees and calls them as functions with one string argument."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class Syntax(Known):
 
 
 class ChatFormat(Known):
-    """The inputs that a tool allows, as chats say it."""
+    """The inputs that a custom tool allows, in the form of chats."""
 
     type: Literal["text", "grammar"]
     grammar: Syntax | None = None
@@ -35,7 +35,7 @@ class ChatFormat(Known):
 
 
 class Custom(Known):
-    """A custom tool as a chat's client describes it."""
+    """A custom tool, in the form of chats."""
 
     name: str = pydantic.Field(pattern=NAME)
     description: str | None = None
@@ -43,7 +43,7 @@ class Custom(Known):
 
     @property
     def callable(self) -> Callable:
-        """The function that stands for it; ApiError 400 for an invalid grammar."""
+        """The tool as a function with one string argument. Raises ApiError 400 for an invalid grammar."""
         grammar, description = self.format and self.format.grammar, self.description or ""
         form = None
         if grammar is not None:
@@ -58,19 +58,19 @@ class Custom(Known):
 
 
 class CustomTool(Known):
-    """A custom tool of a chat."""
+    """A custom tool among the tools of a chat."""
 
     type: Literal["custom"]
     custom: Custom
 
     @property
     def callable(self) -> Callable:
-        """The function that stands for it."""
+        """The tool as a function with one string argument."""
         return self.custom.callable
 
 
 class ResponseFormat(Known):
-    """The inputs that a tool allows, as `/v1/responses` says it."""
+    """The inputs that a custom tool allows, in the form of `/v1/responses`."""
 
     type: Literal["text", "grammar"]
     definition: str | None = None
@@ -85,7 +85,7 @@ class ResponseFormat(Known):
 
     @property
     def grammar(self) -> Syntax | None:
-        """The grammar, which a chat has apart."""
+        """The grammar, which chats nest in an object; None for any text."""
         if self.definition is None or self.syntax is None:
             return None
         return Syntax(definition=self.definition, syntax=self.syntax)

@@ -1,4 +1,4 @@
-"""Answers in the words of a protocol: whole, as one body of JSON, or as server-sent events."""
+"""Responses in the format of a protocol: one JSON body, or server-sent events."""
 
 import abc
 import asyncio
@@ -20,23 +20,23 @@ from ling3.text.json_text import dumped
 
 
 class ProtocolAnswer(abc.ABC):
-    """The answer to one request in the words of its protocol. Events are given as the text that is sent."""
+    """The answer to one request in the format of its protocol. Events are returned as the text to send."""
 
     @abc.abstractmethod
     async def whole(self, outputs: list[RequestOutput]) -> str:
-        """The body in JSON, of the outputs of all prompts."""
+        """The JSON body, from the outputs of all prompts."""
 
     @abc.abstractmethod
     def begin(self) -> str:
-        """The events that come before any token's."""
+        """The events before those of the first token."""
 
     @abc.abstractmethod
     async def news(self, place: int, delta: Delta) -> str:
-        """The events of a delta of the prompt at a place."""
+        """The events for a delta of the prompt with index `place`."""
 
     @abc.abstractmethod
     def end(self, outputs: list[RequestOutput]) -> str:
-        """The events that come after all tokens'."""
+        """The events after those of the last token."""
 
     @abc.abstractmethod
     def failed(self, error: ApiError) -> str:
@@ -44,7 +44,7 @@ class ProtocolAnswer(abc.ABC):
 
 
 async def respond(answer: ProtocolAnswer, deltas: Deltas, stream: bool | None, prompts: int = 1) -> Response:
-    """The response: events as the deltas of the prompts come, or a body after the last of them."""
+    """The response: events as the deltas of the prompts arrive, or one body after the last of them."""
     if stream:
         return Events(answer, deltas, prompts)
     async with contextlib.aclosing(deltas):
@@ -53,7 +53,7 @@ async def respond(answer: ProtocolAnswer, deltas: Deltas, stream: bool | None, p
 
 
 class Events(Response):
-    """A stream of an answer's events, all of a delta at once; errors are events too, and leaving closes the deltas."""
+    """A stream of events, at most one write per delta. Errors become events, and a disconnect closes the deltas."""
 
     media_type = "text/event-stream"
 
@@ -63,7 +63,7 @@ class Events(Response):
         self._answer, self._deltas, self._prompts = answer, deltas, prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them; whoever ends the stream early finds the answer in the scope."""
+        """Sends the events. The scope gets the answer, for whoever has to end the stream with an error."""
         scope["answer"] = self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
@@ -95,7 +95,7 @@ def _in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
 
 
 def event(said: dict[str, Any]) -> str:
-    """An object as a server-sent event, with the name that it has as `type`, if any."""
+    """An object as a server-sent event, named by its `type` if it has one."""
     name = f"event: {said['type']}\n" if "type" in said else ""
     return f"{name}data: {dumped(said)}\n\n"
 
@@ -104,10 +104,11 @@ DONE = "data: [DONE]\n\n"
 
 
 class Choices(ProtocolAnswer):
-    """An answer as OpenAI's choices: whole with a usage, or as chunks of them up to [DONE].
+    """An answer as OpenAI's `choices`: one body with the usage, or chunks that end in [DONE].
 
-    The usage comes in a last chunk if `stream_options` ask for it, and so far in every chunk if it is to be continuous.
-    Choices whose tokens have scores are made on another thread once the prompt is answered, as many take seconds.
+    The usage comes in a last chunk if `stream_options` request it, and the usage so far in every chunk with
+    `continuous_usage_stats`. Log-probabilities of a finished prompt are formatted on another thread, as many take
+    seconds.
     """
 
     def __init__(self, head: dict[str, Any], asked: Fields, prompt_tokens: int, scored: bool, chunk: str):
@@ -120,18 +121,18 @@ class Choices(ProtocolAnswer):
 
     @abc.abstractmethod
     def complete(self, place: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """The choices of the prompt at a place."""
+        """The choices of a finished prompt, the one with index `place`."""
 
     @abc.abstractmethod
     def opening(self) -> Iterable[dict[str, Any]]:
-        """The choices of the first chunks, before any token's."""
+        """The choices of the first chunks, which come before any token."""
 
     @abc.abstractmethod
     def new(self, place: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """The choices of a delta's chunks."""
+        """The choices of the chunks for one delta."""
 
     async def whole(self, outputs: list[RequestOutput]) -> str:
-        """The head, the choices and the usage; each choice is encoded by itself, as other threads wait for that."""
+        """The head, the choices and the usage. Choices are encoded one by one, as each encoding holds the GIL."""
 
         def choices() -> str:
             made = (choice for place, output in enumerate(outputs) for choice in self.complete(place, output))
@@ -141,7 +142,7 @@ class Choices(ProtocolAnswer):
         return f'{dumped(self._head)[:-1]}, "choices": [{await self._made(choices, True)}], "usage": {usage}}}'
 
     def begin(self) -> str:
-        """The chunks that come before any token's."""
+        """The chunks that come before any token."""
         return "".join(map(self._chunk, self.opening()))
 
     async def news(self, place: int, delta: Delta) -> str:
@@ -150,12 +151,12 @@ class Choices(ProtocolAnswer):
         return await self._made(lambda: "".join(map(self._chunk, self.new(place, delta))), delta.output is not None)
 
     def end(self, outputs: list[RequestOutput]) -> str:
-        """The usage, if it is requested."""
+        """The usage, if it is requested, and [DONE]."""
         usage = f'{self._before}"choices": [], "usage": {dumped(usage_of(outputs))}}}\n\n' if self._usage else ""
         return usage + DONE
 
     def failed(self, error: ApiError) -> str:
-        """The error object that ends a stream."""
+        """The error object and [DONE], which end a stream."""
         return event(error.body) + DONE
 
     async def _made(self, make: Callable[[], str], answered: bool) -> str:
@@ -169,7 +170,7 @@ class Choices(ProtocolAnswer):
 
 
 def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """The fields with which a whole answer and its chunks begin."""
+    """The first fields of a body and of its chunks."""
     return {"id": identifier(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -179,7 +180,7 @@ def identifier(prefix: str) -> str:
 
 
 def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Counts the prompt and answer tokens of requests."""
+    """The `usage` of a request: its prompt, answer and cached tokens."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     cached = sum(output.cached_tokens for output in outputs)

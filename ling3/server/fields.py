@@ -1,7 +1,7 @@
-"""The requests' fields. What is neither listed here nor in their `names` is refused by name."""
+"""The fields of completion and chat requests. A field neither declared here nor in `names` is refused by name."""
 
 # pyright: reportMissingImports=false
-# What it takes is an extra, and types are checked without it too.
+# The imports need an extra, and types are checked without it too.
 
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from ling3.server.tools import MOST, Tool, ToolOf
 
 TOOLS = "give `tools` and `tool_choice`"
 SEEDS = MAX_SEED + 1
-"""How many seeds the engine has; others of OpenAI's 64-bit seeds stand for their remainder by this number."""
+"""The number of seeds that the engine has; OpenAI's 64-bit seeds are taken modulo this number."""
 
-# Which say what the text may be.
+# Fields that constrain the text; a request may have one of them.
 GRAMMARS = (
     "response_format",
     "structured_outputs",
@@ -33,18 +33,18 @@ KINDS = {"json": JSONSchema, "regex": Regex, "choice": Choice, "grammar": Gramma
 
 
 class Options(Known):
-    """Options of a stream: what it reports beside texts."""
+    """Options of a stream: when it reports the usage."""
 
     names = FieldNames({"include_obfuscation": "padding against those who see the sizes of packets"})
 
     include_usage: bool | None = None
-    """A last event with the usage."""
+    """Whether a last event has the usage."""
     continuous_usage_stats: bool | None = None
-    """vLLM's: the usage so far in every event."""
+    """vLLM's extension: whether every event has the usage so far."""
 
 
 def honoured(name: str, **bounds: Any) -> Any:
-    """The optional field of a request for a parameter of the engine, with its meaning, and its bounds unless given."""
+    """A request's optional field for the engine's parameter `name`, with its meaning, and its bounds unless given."""
     if not bounds and name in parameters(SamplingParams):
         bounds = {**parameters(SamplingParams)[name].bounds}
     return pydantic.Field(None, description=meanings(SamplingParams)[name], **bounds)
@@ -53,11 +53,11 @@ def honoured(name: str, **bounds: Any) -> Any:
 COMMON: dict[str, Any] = {
     name: (each.kind | None, honoured(name)) for name, each in parameters(SamplingParams).items() if each.common
 }
-"""The engine's parameters that requests have under their names, as pydantic's fields."""
+"""The engine's parameters that requests have under the same names, as pydantic fields."""
 
 
 class Sampling(pydantic.create_model("Common", __base__=Known, **COMMON)):
-    """How answers are drawn and where they end: the engine's parameters, some within OpenAI's bounds."""
+    """How answers are sampled and where they end: the engine's parameters, some with OpenAI's bounds."""
 
     stop: str | List[str] | None = honoured("stop")
     seed: int | None = honoured("seed", ge=-(2**63), lt=2**63)
@@ -87,14 +87,14 @@ class Fields(Sampling):
 
     @property
     def grammar(self) -> str | None:
-        """The field that says what the text may be; ApiError 400 if several do."""
+        """The name of the field that constrains the text, or None. Raises ApiError 400 if there are several."""
         names = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(names) > 1:
             raise ApiError(400, f"{' and '.join(names)} exclude each other", names[1])
         return names[0] if names else None
 
     def params(self, most: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """The engine's parameters, for at most `most` tokens; ApiError 400 for senseless values."""
+        """The engine's parameters, for at most `most` new tokens. Raises ApiError 400 for invalid values."""
         name = self.grammar
         try:
             structured = None if name is None else _structured(name, getattr(self, name))
@@ -102,7 +102,7 @@ class Fields(Sampling):
             raise ApiError(400, f"{name}: {error}", name) from None
         given = {name: x for name in (*Sampling.model_fields, "n") if (x := getattr(self, name)) is not None}
         given = {"temperature": 1.0, **given, "max_tokens": most, "structured": structured}
-        if self.top_p == 0:  # the fewest tokens that are at all likely: one, the likeliest
+        if self.top_p == 0:  # the smallest nucleus is the likeliest token alone
             given |= {"temperature": 0.0, "top_p": 1.0}
         if self.seed is not None:
             given["seed"] = self.seed % SEEDS
@@ -117,7 +117,7 @@ class Fields(Sampling):
 
 
 def _structured(name: str, value: Any) -> Structured | None:
-    """What a field says the text may be; ValueError for what it may not say."""
+    """The constraint on the text that a field describes. Raises ValueError if it is invalid."""
     if name == "response_format":
         return _formatted(value)
     if name.startswith("guided_"):
@@ -150,7 +150,7 @@ def _formatted(value: dict[str, Any]) -> Structured | None:
 
 
 class Completion(Fields):
-    """A request to continue texts or ids."""
+    """A request to continue texts or token ids."""
 
     names = FieldNames({**REQUEST, "store": "nothing is stored"}, {"suffix": "models continue texts, and fill no gaps"})
 
@@ -192,5 +192,5 @@ class Chat(Fields):
 
     @property
     def offered(self) -> list[Callable]:
-        """The tools as a model sees them."""
+        """The tools as functions that the model may call."""
         return [each.callable for each in self.tools or ()]

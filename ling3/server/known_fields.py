@@ -1,8 +1,8 @@
-"""Fields of OpenAI's specification that no model here has: which are ignored, which are refused, and why.
+"""Fields of OpenAI's specification that no class here declares: which are ignored, which are refused, and why.
 
-A field of a request is honoured, as the models' fields are, ignored or refused; `tests/server/test_openai_schema.py`
-holds the specification against the `FieldNames` of each type. What stands in none is unknown, and refused unless the
-server allows it.
+A request's field is honoured (declared), ignored or refused; `tests/server/test_openai_schema.py` checks the fields of
+the specification against the `FieldNames` of each type. Any other field is unknown, and refused unless the server
+allows unknown fields.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pydantic
 from ling3.server.errors import wrong
 
 ALLOW = "allow_unknown_fields"
-"""The key of a validation's context that says whether unknown fields are ignored."""
+"""The key in a validation's context that says whether unknown fields are ignored."""
 
 CACHING = "known prefixes are always used, and change no bit of an answer"
 ACCOUNT = "it is about the account or the end user"
@@ -36,17 +36,17 @@ REQUEST = {
 
 @dataclasses.dataclass(frozen=True)
 class FieldNames:
-    """Fields that are known and not honoured, each with the reason, which is the error message for those refused."""
+    """Known fields that are not honoured, each with the reason; that of a refused field is its error message."""
 
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Fields that change no answer."""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Fields that would change an answer, or what is sent beside it, and that are not supported."""
+    """Unsupported fields that would change an answer, or what is sent beside it."""
 
     def check(self, given: Mapping[str, Any], honoured: Set[str] | None, where: str = "", allow: bool = False) -> None:
-        """ApiError 400 for a field that is neither honoured nor ignored; null counts as absent.
+        """Raises ApiError 400 for a field that is neither honoured nor ignored; null counts as absent.
 
-        With `allow`, and where no set says what is honoured, only those that are `refused` are errors.
+        With `allow`, or if `honoured` is None, only the `refused` fields are errors.
         """
         for name, value in given.items():
             known = honoured is None or allow or name in honoured or name in self.ignored
@@ -57,11 +57,11 @@ class FieldNames:
 
 Item = TypeVar("Item")
 List = Annotated[list[Item], pydantic.Field(fail_fast=True)]
-"""A list that is checked up to its first wrong item: pydantic would report every one."""
+"""A list whose validation stops at the first wrong item; pydantic would report every one."""
 
 
 class Known(pydantic.BaseModel):
-    """A part of a request. Null counts as absent, and so do fields that change no answer."""
+    """Base class of requests and their parts. Nulls count as absent, and ignored fields are dropped."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -69,7 +69,7 @@ class Known(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _known(cls, value: Any, info: Any) -> Any:  # a ValidationInfo, which no run-time check knows
+    def _known(cls, value: Any, info: Any) -> Any:  # a ValidationInfo, unknown to run-time type checks
         if not isinstance(value, dict):
             return value
         given = {name: x for name, x in value.items() if x is not None and name not in cls.names.ignored}

@@ -1,4 +1,4 @@
-"""The server's log: a line of JSON on stderr for each request, and for whatever else there is to say."""
+"""The server's log: a line of JSON on stderr for each request and each other message."""
 
 import contextvars
 import dataclasses
@@ -13,30 +13,30 @@ import threading
 from collections.abc import Callable
 
 MOST_LINES = 4096
-"""Lines that wait to be written; later ones are dropped, and counted."""
+"""The most lines that wait to be written; further ones are dropped and counted."""
 
 logger = logging.getLogger("ling3.server")
 
 
 @dataclasses.dataclass
 class Entry:
-    """The log's entry about a request."""
+    """One request's entry in the access log."""
 
     request_id: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Those sent so far."""
+    """Tokens sent so far."""
 
 
 current: contextvars.ContextVar[Entry | None] = contextvars.ContextVar("current", default=None)
-"""The request that this task answers."""
+"""The entry of the request that the current task answers."""
 
 
 class Lines(logging.Formatter):
-    """A record as a line of JSON, with the `fields` of its `extra`."""
+    """Formats a record as a line of JSON, with the `fields` of its `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of the log for a record, as JSON."""
+        """Formats a record as one line of JSON."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         said = {"time": time.isoformat(timespec="milliseconds"), "level": record.levelname.lower()}
         said |= {"message": record.getMessage().strip(), **getattr(record, "fields", {})}
@@ -46,7 +46,7 @@ class Lines(logging.Formatter):
 
 
 class Writer(logging.Handler):
-    """Writes lines on a thread, as whoever reads them may stop, and the event loop must not wait for that."""
+    """Writes lines on a thread: the reader of stderr may stall, and the event loop must not wait for it."""
 
     def __init__(self, write: Callable[[bytes], object]):
         super().__init__()
@@ -55,7 +55,7 @@ class Writer(logging.Handler):
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hands the record's line to the thread."""
+        """Queues the record's line for the thread."""
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
@@ -64,7 +64,7 @@ class Writer(logging.Handler):
             self.handleError(record)
 
     def drain(self, seconds: float) -> None:
-        """Waits until all lines are written, at most so long."""
+        """Waits until all lines are written, for at most `seconds`."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, seconds)
 
@@ -77,14 +77,14 @@ class Writer(logging.Handler):
                 line = f"{self.format(logger.makeRecord(logger.name, logging.WARNING, '', 0, text, (), None))}\n{line}"
             try:
                 self._write(line.encode() + b"\n")
-            except OSError:  # whoever read has gone
+            except OSError:  # the reader has gone
                 self._dropped += dropped + 1
             self._lines.task_done()
 
 
 def configure() -> Writer:
-    """Sends the log, and the warnings of uvicorn, asyncio and Python, to stderr."""
-    # Not by `sys.stderr`, whose lock the interpreter wants at its end.
+    """Sends the log, and the warnings of uvicorn, asyncio and Python, to stderr, and returns the writer."""
+    # Not with `sys.stderr`: a blocked write would hold its lock, which the interpreter takes at exit.
     handler = Writer(functools.partial(_write_all, sys.stderr.fileno()))
     logging.captureWarnings(True)
     levels = {"ling3.server": logging.INFO, "uvicorn.error": logging.WARNING}

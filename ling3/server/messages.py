@@ -1,4 +1,4 @@
-"""A conversation's messages as a chat template takes them, and the prompt that it makes of them."""
+"""Converts a conversation's messages for a chat template, and renders the prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from ling3.text.json_text import loaded
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
-"""Of a reply's pieces that begin a call: its type in a chat, and the field with its text."""
+"""For each kind of piece that begins a call: the call's type in a chat, and the field with its text."""
 GOES_ON = {"arguments": "call", "input": "custom"}
-"""Pieces that go on with a call, and what began it."""
+"""Kinds of pieces that continue a call, and the kind that begins it."""
 MESSAGE_NAMES = FieldNames(
     {"annotations": CITATIONS},
     {"audio": "messages are text", "function_call": "give `tool_calls`"},
@@ -27,7 +27,7 @@ OF_ROLE = {
     "tool": {*KNOWN, "tool_call_id"},
 }
 PARTS = {"text": "text", "refusal": "refusal"}
-"""Parts of a message's content, and the fields with their text."""
+"""Types of parts of a message's content, and the field with each one's text."""
 
 
 def rendered(
@@ -36,7 +36,7 @@ def rendered(
     variables: Mapping[str, Any] | None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[str, list[int]]:
-    """The rendered prompt and its ids; ApiError 400, which names no file, for messages that it cannot take."""
+    """The rendered prompt and its token ids. Raises ApiError 400, which names no file, for invalid messages."""
     called: dict[str, str] = {}
     allow = service.allow_unknown_fields
     messages = [_message(message, f"messages[{i}]", called, allow) for i, message in enumerate(given)]
@@ -52,9 +52,9 @@ def rendered(
 
 
 def _message(message: dict[str, Any], where: str, called: dict[str, str], allow: bool) -> dict[str, Any]:
-    """The template's message; `called` are the ids of tool calls so far with their names.
+    """Converts a message for the template; `called` maps the ids of tool calls so far to their names.
 
-    With `allow`, fields that are unknown are ignored.
+    With `allow`, unknown fields are ignored.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
@@ -86,7 +86,7 @@ def _text(value: Any, where: str, empty: bool = True) -> str:
 
 
 def joined(parts: Sequence[Any], where: str, fields: Mapping[str, str]) -> str:
-    """The texts of a content's parts, each in its type's field; ApiError 400 for what is no text."""
+    """Joins the texts of parts, which `fields` locates by type. Raises ApiError 400 for a part that is not a text."""
     texts = [part.get(fields.get(str(part.get("type")))) if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise wrong(where, "has a part that is no text")
@@ -94,7 +94,7 @@ def joined(parts: Sequence[Any], where: str, fields: Mapping[str, str]) -> str:
 
 
 def _calls(given: Any, where: str, called: dict[str, str]) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects."""
+    """Converts tool calls for the template, with objects as arguments, and adds them to `called`."""
     calls = []
     for i, call in enumerate(given if isinstance(given, list) else [given]):
         at, kind = f"{where}[{i}]", call.get("type", "function") if isinstance(call, dict) else None
@@ -103,7 +103,7 @@ def _calls(given: Any, where: str, called: dict[str, str]) -> list[dict[str, Any
             raise wrong(at, "is no call of a function or a custom tool")
         named = _text(call.get("id"), f"{at}.id", empty=False)
         name = called[named] = _text(function.get("name"), f"{at}.{kind}.name", empty=False)
-        if kind == "custom":  # those of the function that stands for the tool
+        if kind == "custom":  # the model sees the tool as a function with this argument
             arguments = {INPUT: _text(function.get("input"), f"{at}.custom.input")}
         else:
             arguments = _arguments(function.get("arguments"), f"{at}.function.arguments")
@@ -112,7 +112,7 @@ def _calls(given: Any, where: str, called: dict[str, str]) -> list[dict[str, Any
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
-    """A call's arguments as an object."""
+    """Parses a call's arguments, which must be a JSON object."""
     try:
         arguments = loaded(given or "{}")
     except (ValueError, TypeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Counts and times for Prometheus, under vLLM's names with the prefix `ling3_`.
+"""Prometheus metrics under vLLM's names, with the prefix `ling3_`.
 
-Counts of requests, tokens and pages are the engine's own at the time of the scrape, those of other callers in this
-process among them. Times are observed as completions end. No label has a value that a client can choose.
+Counts of requests, tokens and pages are read from the engine at each scrape, so they include requests of other callers
+in this process. Times are observed as completions end. No label has a value that a client can choose.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from ling3.engine.outputs import RequestOutput, Stats
 
 STEPS = (1.0, 2.5, 5.0)
 REQUEST = tuple(step * 10.0**power for power in range(-3, 3) for step in STEPS)
-"""Bounds of seconds of a request: 1 ms to 500 s."""
+"""Bucket bounds for the times of a request, in seconds: 1 ms to 500 s."""
 TOKEN = tuple(step * 10.0**power for power in range(-4, 1) for step in STEPS)
-"""Bounds of seconds of a token: 0.1 ms to 5 s."""
+"""Bucket bounds for the times of a token, in seconds: 0.1 ms to 5 s."""
 
 
 def _used(stats: Stats) -> float:
@@ -45,11 +45,11 @@ TIMES = {
     "per_token": ("time_per_output_token", "Between two tokens of a completion, on average", TOKEN),
     "total": ("e2e_request_latency", "From the queue to the end of a completion", REQUEST),
 }
-"""Histograms of a completion's `Timings`."""
+"""A histogram for each field of a completion's `Timings`: its name, help text and buckets."""
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a registry that no other server uses."""
 
     def __init__(self) -> None:
         self._registry = prometheus_client.CollectorRegistry()
@@ -66,24 +66,24 @@ class Metrics:
         )
 
     def ended(self, output: RequestOutput) -> None:
-        """Observes the times of a request's completions."""
+        """Observes the times of a finished request's completions."""
         for completion in output.outputs:
             for timing, histogram in self._times.items():
                 if (value := getattr(completion.timings, timing)) is not None:
                     histogram.observe(value)
 
     def answered(self, path: str, status: int) -> None:
-        """Counts an answer of a route."""
+        """Counts a response, by route and status."""
         self._answers.labels(path, str(status)).inc()
 
     def page(self, stats: Stats, accept: str) -> tuple[bytes, str]:
-        """The page that is scraped, with its content type, in the form that the header `accept` asks for."""
+        """The page to be scraped and its content type, in the format that the header `accept` requests."""
         self._stats = stats
         encode, kind = exposition.choose_encoder(accept)
         return encode(self._registry), kind
 
     def collect(self) -> Iterator[Any]:
-        """The engine's counts, for the registry."""
+        """Yields the engine's counts, as the registry expects."""
         stats = self._stats
         if stats is None:
             return

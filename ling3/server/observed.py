@@ -1,4 +1,4 @@
-"""Around the whole app: request ids, the access log, counts, and the time that a request may take."""
+"""The app's outermost layer: request ids, the access log, metrics, and the time limit of requests."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,22 @@ from ling3.server.limits import LARGE, MOST_LARGE
 from ling3.server.service import Service
 
 GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""The request ids that are taken from clients."""
+"""The form of request ids that are accepted from clients."""
 LONGEST_PATH = 200
 LAST_WORDS = 1.0
-"""Seconds in which a client has to take the error that ends its request."""
+"""Seconds that a client has to receive the error that ends its request."""
 GONE = 499
-"""The status, which nobody receives, of an answer that its client did not wait for."""
+"""The logged status of a request whose client did not wait for the end of the answer; it is never sent."""
 
 
 class Observed:
-    """The app, observed; an answer that takes more than `timeout` seconds, or the drain, ends in an error."""
+    """Middleware that logs and counts requests. Those that exceed `timeout` seconds, or the drain, end in an error."""
 
     def __init__(self, app: ASGIApp, service: Service, timeout: float | None):
         self._app, self._service, self._timeout = app, service, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Handles a request, then logs and counts it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,7 +74,7 @@ class Observed:
 
 
 class _Exchange:
-    """One exchange: what has come of the request, and gone of the answer."""
+    """One request and its response: how much of each has been transferred."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, service: Service):
         given = Headers(scope=scope).get("x-request-id", "")
@@ -85,7 +85,7 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
 
     async def receive(self) -> Message:
-        """The next message from the client; ApiError 429 if large requests hold too much already."""
+        """The next message from the client. Raises ApiError 429 if large requests hold too much memory already."""
         message = await self._receive()
         self.asked = self.asked or not message.get("more_body", False)
         self._came += len(message.get("body", b""))
@@ -98,7 +98,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Passes on a message to the client, with the request id."""
+        """Sends a message to the client, with the request id among its headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message["headers"], (b"x-request-id", self.entry.request_id.encode())]
@@ -108,7 +108,7 @@ class _Exchange:
             self.complete = True
 
     async def end(self, error: ApiError) -> None:
-        """Ends what is not complete with an error: the answer, or an event of the stream that has begun."""
+        """Sends an error unless the response is complete: as the response, or as the last event of its stream."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 if not self.status:

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the server answers, made from its routes and the models of their bodies."""
+"""`/openapi.json`: describes the endpoints, from their routes and the models of their bodies."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ SCHEMA = "#/components/schemas/{model}"
 
 
 def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
-    """The description, in OpenAPI 3.1; `bodies` has the model of each path that reads one."""
+    """The description in OpenAPI 3.1; `bodies` has the pydantic model for each path that reads a body."""
     models = [*dict.fromkeys(bodies.values()), ErrorBody]
     found, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
     places = {model: place for (model, _), place in found.items()}

@@ -1,7 +1,7 @@
-"""Whom a browser asks for: the names of this server (Host), and the pages that may ask it (Origin).
+"""Checks of the headers Host (names of this server) and Origin (pages that may send requests).
 
-A browser lets every page send requests. What a page of another origin may not do is read the answer, unless its own
-name leads to this server's address (DNS rebinding); then Host has that name.
+A browser lets every page send requests, but a page of another origin cannot read the answers, unless its host name
+resolves to this server's address (DNS rebinding); the Host header then has that name.
 """
 
 import dataclasses
@@ -22,18 +22,21 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The names under which a server may be asked; "*" among `allowed` is any."""
+    """The host names that requests may use for this server; "*" in `allowed` allows any."""
 
     allowed: frozenset[str]
-    """Those that the server was started with, pages of which may ask too."""
+    """Names that the server was started with; pages of these hosts may send requests too."""
     others: frozenset[str] = frozenset(LOOPBACK)
     addresses: bool = False
-    """Whether it may be asked by any address, which no page's name can be."""
+    """Whether any IP address is allowed: DNS rebinding needs a name."""
 
     @classmethod
     def of(cls, listening: str, allowed: Sequence[str] = ()) -> "Hosts":
-        """The hosts of a server that listens on a host: that and this machine's loopback names, and on a wildcard any
-        address and this machine's name; ValueError for an invalid `allowed` name."""
+        """The hosts of a server that listens on `listening`: that host, loopback names and the `allowed` names.
+
+        On a wildcard address, any IP address and this machine's name are allowed too. Raises ValueError for an invalid
+        name.
+        """
         names = frozenset(name if name == "*" else _name(f"//{name}") or "" for name in allowed)
         if "" in names:
             raise ValueError(
@@ -44,7 +47,7 @@ class Hosts:
         return cls(names, frozenset({*LOOPBACK, here.lower()}), wild)
 
     def has(self, host: str) -> bool:
-        """Whether the value of a header `Host` is one of them."""
+        """Whether the value of a header `Host` is one of these hosts."""
         name = _name(f"//{host}")
         if name is None:
             return "*" in self.allowed
@@ -53,14 +56,14 @@ class Hosts:
 
 @dataclasses.dataclass(frozen=True)
 class Origins:
-    """Refuses what asks for another host, and pages that are neither of this host nor of the `allowed` origins."""
+    """Refuses requests for other hosts, and from pages of neither this host nor the `allowed` origins."""
 
     hosts: Hosts | None
-    """None for any."""
+    """None allows any host."""
     allowed: Sequence[str]
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """The error 403 of a request that may not ask."""
+        """An ApiError 403 if the request is not allowed, else None."""
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if self.hosts is not None and not (len(hosts) == 1 and self.hosts.has(hosts[0])):
@@ -83,7 +86,7 @@ class Origins:
 
 
 def _name(url: str) -> str | None:
-    """The host in a URL, in lower case and without port, brackets and a last dot; None if there is none."""
+    """The host of a URL in lower case, without port, brackets and trailing dot; None if there is none."""
     try:
         return (urllib.parse.urlsplit(url).hostname or "").removesuffix(".") or None
     except ValueError:

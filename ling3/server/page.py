@@ -1,4 +1,4 @@
-"""`/`: a page to chat with, one file that loads nothing else and runs nothing but its own script."""
+"""`/`: the chat page, a single file. Its policy allows no other scripts or resources."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ PAGE = (pathlib.Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 
 
 def _hashed(tag: str) -> str:
-    """What an inline element must contain, as a source of a Content-Security-Policy."""
+    """The source for a Content-Security-Policy that allows the page's inline element."""
     [content] = re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
@@ -30,5 +30,5 @@ HEADERS = {
 
 
 async def answer(request: Request) -> Response:
-    """Answers requests for the page to chat with."""
+    """Answers requests for the chat page."""
     return Response(PAGE, media_type="text/html", headers=HEADERS)

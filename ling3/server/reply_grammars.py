@@ -1,4 +1,4 @@
-"""Grammars of whole replies: free thinking, then tool calls in the model's own form, text, or a structured answer."""
+"""Grammars of replies: free thinking, then tool calls in the model's format, a text, or a structured answer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,22 +42,22 @@ OF_ARGUMENTS = {*NOTES, "type", "properties", "required", "additionalProperties"
 
 
 class Callable(NamedTuple):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool
-    """Whether every keyword of the schema has to hold."""
+    """Whether every keyword of the schema must be enforced."""
     form: Structured | None = None
     """The grammar of a custom tool's only argument; None for any text."""
     custom: bool = False
-    """Whether it stands for a custom tool, whose input is its only argument."""
+    """Whether it represents a custom tool, whose input is its only argument."""
     shown: Mapping[str, Any] = {}
-    """The tool as the chat template takes it."""
+    """The function as the chat template takes it."""
 
 
 def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:
-    """Free thinking without tool calls up to `</think>`, then the rest of the reply."""
+    """A grammar of free thinking without tool calls, `</think>`, and then the `reply`."""
     tags = _Tags(tokenizer)
     thinking = tags.until("thinking", f"/{ANY}/", THINK_END, CALL_START)
     return Grammar(f"start: thinking NL? @reply\n{thinking}\n{BREAKS}\n", {"reply": reply})
@@ -66,10 +66,11 @@ def after_thinking(reply: Structured, tokenizer: Tokenizer) -> Grammar:
 def calls(
     functions: Sequence[Callable], form: ToolForm, tokenizer: Tokenizer, several: bool, answer: Structured | bool
 ) -> Grammar:
-    """Calls of the functions, `several` or one, whose arguments have their schemas.
+    """A grammar of calls of the functions, one or `several`, whose arguments satisfy their schemas.
 
-    `answer` says what the reply may be instead: False for nothing, True for a text, which may have calls in it too.
-    Of bare calls there is one at most, as Llama's template allows. ValueError for a schema with what cannot be held.
+    `answer` is what the reply may be instead: False for nothing, True for a text, which may contain calls too, or a
+    constraint. The form "bare" allows at most one call, as Llama's template does. Raises ValueError for a schema that
+    cannot be enforced.
     """
     tags, parts = _Tags(tokenizer), {} if isinstance(answer, bool) else {"answer": answer}
     bodies = []
@@ -95,7 +96,7 @@ def calls(
 
 
 def _json(function: Callable, form: ToolForm, i: int) -> tuple[str, dict[str, Structured]]:
-    """A call as a JSON object."""
+    """A call as a JSON object: its rule, and the constraint on its arguments."""
     if function.form is not None:
         raise ValueError(
             "a grammar cannot be held in this model's form of tool calls, where the input is a JSON string"
@@ -104,14 +105,14 @@ def _json(function: Callable, form: ToolForm, i: int) -> tuple[str, dict[str, St
     if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         parameters = {"properties": {}, "additionalProperties": False, **parameters}
     key = "parameters" if form == "bare" else "arguments"
-    # Lexemes as in JSON: the longest one counts where an answer in JSON may stand instead.
+    # Lexemes as in JSON: the lexer takes the longest match, and an answer in JSON may be allowed too.
     words = ["{", '"name"', ": ", json.dumps(function.name), ", ", f'"{key}"', ": "]
     begin = " ".join(map(json.dumps, words))
     return f'call{i}: {begin} @arguments{i} "}}"', {f"arguments{i}": JSONSchema(parameters)}
 
 
 def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, Structured]]:
-    """A call with its arguments in tags, in the schema's order; strings are bare, and other values JSON."""
+    """A call with arguments in tags, in the schema's order: strings are bare, other values JSON."""
     root = function.parameters
     schema = resolved(root, root)
     if function.strict:
@@ -136,7 +137,7 @@ def _tagged(tags: "_Tags", function: Callable, i: int) -> tuple[str, dict[str, S
 
 
 def _text(schema: Any, root: Mapping[str, Any], strict: bool, depth: int = 0) -> str:
-    """A string as it stands between tags, as a terminal's expression."""
+    """The expression of a terminal for a string between tags."""
     schema = resolved(schema, root)
     if strict:
         _check(schema, OF_TEXT)
@@ -155,7 +156,7 @@ def _text(schema: Any, root: Mapping[str, Any], strict: bool, depth: int = 0) ->
 
 
 def _check_apart(options: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError unless no string satisfies two of the options: each lists its values, and none is in another list."""
+    """Raises ValueError unless no string satisfies two options: all list their values, and the lists are disjoint."""
     lists = [{json.dumps(x) for x in option.get("enum", [option.get("const")])} for option in options]
     listed = all("enum" in option or "const" in option for option in options)
     if len(options) > 1 and not (listed and sum(map(len, lists)) == len(set().union(*lists))):
@@ -163,14 +164,14 @@ def _check_apart(options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _anchored(pattern: str) -> str:
-    """A schema's pattern, which may match anywhere, as one of the whole text."""
+    """A schema's pattern, which may match anywhere, as a pattern for all of the text."""
     begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = _slashed(pattern[begin : len(pattern) - end])
     return ("" if begin else ANY) + f"({inner})" + ("" if end else ANY)
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """Escapes a regular expression to be put between slashes."""
     return pattern.replace("\\/", "/").replace("/", "\\/")
 
 
@@ -180,24 +181,24 @@ def _check(schema: Mapping[str, Any], known: set[str]) -> None:
 
 
 class _Tags:
-    """Tags in a grammar: text, or added tokens, which llguidance takes for no text as their form is `<…>`.
+    """Tags in a grammar: text, or added tokens, which llguidance never matches as text if they look like `<…>`.
 
-    A reply's tags are read wherever they stand, so that one that is a token is no text either where others spell it.
+    The reply's parser also finds tags that several tokens spell, so text must not contain a tag's spelling either.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokens = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
 
     def literal(self, tag: str) -> str:
-        """The tag."""
+        """The tag as an expression of the grammar."""
         return f"<[{self._tokens[tag]}]>" if tag in self._tokens else json.dumps(tag)
 
     def optional(self, tag: str) -> str:
-        """The tag or nothing; nothing where the tokenizer has no such token."""
+        """The tag or nothing; only nothing if the tokenizer has no such token."""
         return f"{self.literal(tag)}?" if tag in self._tokens else ""
 
     def until(self, rule: str, text: str, tag: str, *others: str) -> str:
-        """A rule: text, by a terminal's expression, without the `others` up to the first such tag, and the tag."""
+        """A rule for text up to the first `tag`, and the tag. The text matches a terminal and has none of `others`."""
         terminal = rule.upper()
         if tag in self._tokens:
             return f"{rule}: {terminal} {self.literal(tag)}\n{terminal}: {without(text, tag, *others)}"
@@ -205,6 +206,6 @@ class _Tags:
 
 
 def without(text: str, *tags: str) -> str:
-    """A terminal's expression, less the texts with one of the tags in them."""
+    """A terminal's expression that excludes texts with one of the tags in them."""
     spelled = "|".join(tag.replace("/", "\\/") for tag in tags)
     return f"({text}) & ~/{ANY}({spelled}){ANY}/" if tags else text

@@ -1,4 +1,4 @@
-"""The items of `/v1/responses`: those of a request as a chat's messages, and an answer's, with the events of each."""
+"""Items of `/v1/responses`: converts a request's to chat messages, and builds an answer's with their events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -31,17 +31,18 @@ FIELDS = {
     "custom_tool_call_output": {"type", "call_id", "output"},
     "reasoning": {"type", "content"},
 }
-"""The fields of each item that count; an output's `name` is that of its call anyway."""
+"""The fields of each item that are honoured. An output's `name` is accepted but not used: its call has it."""
 PARTS = {"input_text": "text", "output_text": "text", "reasoning_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts of a content, and the fields with their text."""
+"""Types of parts of a content, and the field with each one's text."""
 
 
 def messages_of(
     given: str | Sequence[dict[str, Any]], instructions: str | None, allow_unknown: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages of a chat; ApiError 400 for other items, and unknown fields unless they are allowed.
+    """Converts a request's input to the messages of a chat.
 
-    Thinking, text and calls of one turn, which are items of their own, are one message.
+    Thinking, text and calls of one turn, which are separate items, become one message. Raises ApiError 400 for
+    unsupported items, and for unknown fields unless these are allowed.
     """
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):
@@ -53,7 +54,7 @@ def messages_of(
         ITEM_NAMES.check(item, FIELDS[kind], f"{where}.", allow_unknown)
         message, last = _message(kind, item, where), messages[-1] if messages else {}
         calls = message.get("tool_calls", [])
-        said = last.get("content") or "tool_calls" in last  # after which only calls belong to the same turn
+        said = last.get("content") or "tool_calls" in last  # then only calls can still belong to the same turn
         if not message["role"] == "assistant" == last.get("role") or (said and not calls):
             messages.append({"content": "", **message})
         else:
@@ -62,7 +63,7 @@ def messages_of(
 
 
 def _message(kind: str, item: dict[str, Any], where: str) -> dict[str, Any]:
-    """An item as a chat's message, without content where that has none."""
+    """Converts an item to a chat message, without content if the item has none."""
     if kind == "message":
         return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
     if kind == "reasoning":
@@ -82,15 +83,15 @@ def _text(content: Any, where: str) -> str:
 
 
 class Kind(NamedTuple):
-    """A kind of item, by the reply's pieces that it is made of."""
+    """A type of output item: the names of its fields and events."""
 
     type: str
     prefix: str
-    """Of its id."""
+    """The prefix of the item's id."""
     text: str
-    """The field with its text, in its only part of `content` if it has `parts`."""
+    """The field with the text: in the only part of `content` if there are `parts`, else in the item."""
     event: str
-    """What the events about its text are called."""
+    """The name of the events about the text; with `parts`, also the part's type."""
     parts: bool = True
 
 
@@ -102,18 +103,18 @@ ITEMS = {
     "custom": Kind("custom_tool_call", "ctc", "input", "custom_tool_call_input", False),
 }
 CALL_TYPES = {ITEMS[kind].type: CALLS[kind] for kind in CALLS}
-"""Items that are calls, as a chat has them."""
+"""The types of items that are calls, with the type and text field of the call in a chat."""
 
 
 class Items:
-    """An answer's items, made of a reply's pieces; each is the last of `output` until it is closed."""
+    """Builds an answer's items from a reply's pieces; the last item of `output` is open until `close`."""
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
         self._kind: Kind | None = None
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The events for a new piece of the reply."""
+        """Adds a new piece of the reply and yields its events."""
         kind = ITEMS[GOES_ON.get(piece.kind, piece.kind)]
         begins = piece.kind in CALLS
         if kind != self._kind or begins:
@@ -126,7 +127,7 @@ class Items:
         yield self._event(kind, f"{kind.event}.delta", {"delta": piece.text, **more})
 
     def close(self, status: Literal["completed", "incomplete"]) -> Iterator[dict[str, Any]]:
-        """The events of the last item's end, if it is open."""
+        """Closes the last item, if it is open, and yields the events."""
         if (kind := self._kind) is None:
             return
         text = {kind.text: self._holder(kind)[kind.text]}
@@ -160,7 +161,7 @@ class Items:
         return self.output[-1]
 
     def _holder(self, kind: Kind) -> dict[str, Any]:
-        """What the text goes to."""
+        """The dictionary that holds the item's text."""
         return self._item["content"][0] if kind.parts else self._item
 
     def _event(self, kind: Kind, name: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The app under uvicorn: SIGTERM lets running requests end, and a second SIGINT ends at once."""
+"""Runs the app under uvicorn: SIGTERM lets running requests finish, and a second SIGINT ends the process at once."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from ling3.server.service import Service
 
 INTERRUPTED = 130
 LAST_LINES = 1.0
-"""Seconds in which the log is written at the end."""
+"""Seconds for writing the last lines of the log."""
 
 
 class _Server(uvicorn.Server):
@@ -29,7 +29,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but SIGTERM is not raised again after the shutdown, so that the process exits with 0."""
+        """Like uvicorn's, but does not raise the signal again after the shutdown: the process exits with 0."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -38,13 +38,13 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the drain; SIGINT amid it ends the process."""
+        """Begins the shutdown; SIGINT during it ends the process."""
         if self.should_exit and sig == signal.SIGINT:
             os._exit(INTERRUPTED)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes connections while requests end, so that /health tells a balancer; then closes."""
+        """Accepts connections until requests have ended, so that /health tells load balancers; then closes."""
         self._service.draining = True
         if not await self._idle(self._drain):
             for task in self.server_state.tasks:
@@ -53,7 +53,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _idle(self, seconds: float) -> bool:
-        """Waits until no request is under way; False if one still is after so many seconds."""
+        """Waits until no request is running. Returns False if one still is after `seconds`."""
         end = time.monotonic() + seconds
         while self.server_state.tasks and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of a host and a port, of which 0 is a free one, not yet listening; OSError if it cannot be had."""
+    """A socket bound to a host and a port (0: a free one), not yet listening. Raises OSError if it cannot be bound."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +73,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: ASGIApp, service: Service, bound: socket.socket, root_path: str, drain: float, timeout: float) -> None:
-    """Serves on a bound socket until a signal; running requests then have `drain` seconds, others `timeout`."""
+    """Serves on a bound socket until a signal; running requests then have `drain` seconds to finish.
+
+    `timeout` limits, in seconds, how long clients may take to send a head and to read what was sent.
+    """
     writer = log.configure()
     most, backlog = room()
     config = uvicorn.Config(

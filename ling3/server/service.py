@@ -1,4 +1,4 @@
-"""The engine as the endpoints use it: requests started, refused and counted."""
+"""The engine as the endpoints use it: starts, refuses and counts requests."""
 
 import asyncio
 import contextlib
@@ -17,42 +17,45 @@ from ling3.server.metrics import Metrics
 from ling3.text.tokenizer import Tokenizer
 
 LONG, ONE_LONG = 2**18, threading.Lock()
-"""Characters above which a text is tokenized alone, as some 300 bytes per token are needed meanwhile."""
+"""Texts of more characters are tokenized one at a time, as this takes some 300 bytes per token."""
 LONGEST_TEXT, PER_TOKEN = 2**20, 8
-"""Characters of a prompt: the most, or so many for each token of the context if they are more."""
+"""The most characters of a prompt: the larger of `LONGEST_TEXT` and `PER_TOKEN` for each token of the context."""
 ANSWER = 1.0
-"""Seconds that the engine has to tell its counts."""
+"""Seconds that the engine has to report its counts."""
 PATIENCE = 120.0
-"""Seconds of silence, as while a program compiles, after which it counts as hung."""
+"""Seconds without an answer, for instance during a compilation, after which the engine counts as hung."""
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 @dataclasses.dataclass
 class Service:
-    """The engine and what the endpoints know of it."""
+    """The engine, and the state of the server that the endpoints share."""
 
     engine: Engine
     tokenizer: Tokenizer
     name: str
     """The model's name for clients."""
     allow_unknown_fields: bool = False
-    """Whether fields of requests that are unknown are ignored, and not refused."""
+    """Whether unknown fields of requests are ignored instead of refused."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     large_bytes: int = 0
-    """Bytes of large bodies whose requests are under way, beyond the first `LARGE` of each."""
+    """Bytes of large bodies of running requests, beyond the first `LARGE` of each."""
     draining: bool = False
-    """True once the server is to end: it takes no more requests for completions."""
+    """True once the server shuts down: it refuses new completions."""
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     _silent: float | None = None
 
     def check_model(self, name: str | None) -> None:
-        """ApiError 404 for another model than the one that is served."""
+        """Raises ApiError 404 for a name other than the served model's."""
         if name is not None and name != self.name:
             raise ApiError(404, f"the model {name!r:.80} does not exist", "model", "model_not_found")
 
     def room(self, tokens: int, param: str, least: int = 1) -> int:
-        """How many tokens an answer to so many may have; ApiError 400 if fewer than `least`."""
+        """The most tokens that the answer to a prompt of `tokens` tokens may have.
+
+        Raises ApiError 400 for an empty prompt, and if there is room for fewer than `least`.
+        """
         room = self.engine.left(tokens)
         if tokens == 0:
             raise wrong(param, "is empty")
@@ -62,7 +65,10 @@ class Service:
         return room
 
     def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, of long ones one at a time; ApiError 400 for what is far too long or cannot be encoded."""
+        """The token ids of a text; long texts are encoded one at a time.
+
+        Raises ApiError 400 for a text that is far too long or cannot be encoded.
+        """
         longest = max(LONGEST_TEXT, PER_TOKEN * self.engine.max_model_len)
         if len(text) > longest:
             message = f"is a text of {len(text)} characters, expected at most {longest}"
@@ -74,7 +80,7 @@ class Service:
             raise ApiError(400, self.plain(error), param) from None
 
     def plain(self, error: Exception) -> str:
-        """An error's message without paths of this machine."""
+        """An error's message without file paths of this machine."""
         message = str(error)
         for template in self.tokenizer.chat_templates.values():
             message = message.replace(template.origin, "the chat template")
@@ -83,9 +89,10 @@ class Service:
     async def start(
         self, prompts: Sequence[list[int]], params: SamplingParams, name: str, grammar: str | None = None
     ) -> Deltas:
-        """The deltas of all prompts, with the first one at hand; ApiError where the engine refuses any of them.
+        """Starts requests and returns their deltas, once the first has arrived.
 
-        Errors call the prompts by `name`, and those of `params.structured` name the field `grammar`.
+        Errors name the prompts by `name`, and `params.structured` by `grammar`. Raises ApiError if the engine refuses
+        any of the prompts.
         """
         self._check_open()
         deltas = self.engine.astream_all(prompts, params, name=name)
@@ -103,7 +110,7 @@ class Service:
         return self._counted(first, deltas, entry)
 
     async def _counted(self, first: tuple[int, Delta], rest: Deltas, entry: log.Entry) -> Deltas:
-        """The deltas, counted; ApiError 500 for a completion that ended in an error."""
+        """Passes on the deltas and counts them. Raises ApiError 500 for a completion that ended in an error."""
         item: tuple[int, Delta] | None = first
         async with contextlib.aclosing(rest):
             while item is not None:
@@ -112,20 +119,20 @@ class Service:
                 if delta.output is not None:
                     self.metrics.ended(delta.output)
                 if delta.finish_reason == "error":
-                    # Its own words may be those of a fault, which are the server's affair.
+                    # Its message may describe an internal fault, which is not for clients.
                     raise ApiError(500, "the engine ended this request in an error", code="engine_error")
                 yield item
                 item = await anext(rest, None)
 
     def _check_open(self) -> None:
-        """ApiError 503 once the server or its engine ends."""
+        """Raises ApiError 503 if the server is shutting down or the engine has ended."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", None, "shutting_down", {"Retry-After": "1"})
         if not self.engine.alive:
             raise ApiError(503, "the engine has ended", None, "engine_ended")
 
     async def stats(self) -> Stats | None:
-        """The engine's counts; None if it does not answer within `ANSWER` seconds, as while it compiles."""
+        """The engine's counts; None if it does not answer within `ANSWER` seconds, for instance while it compiles."""
         if self.engine.alive:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER):
@@ -133,7 +140,7 @@ class Service:
         return None
 
     async def check_health(self) -> None:
-        """ApiError 503 if requests had better go elsewhere."""
+        """Raises ApiError 503 if clients should use another server: it is shutting down, or the engine hangs."""
         self._check_open()
         now, answered = time.monotonic(), await self.stats() is not None
         self._silent = None if answered else self._silent or now

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: texts and conversations as the model's ids, and back."""
+"""`/tokenize` and `/detokenize`: the token ids of texts and conversations, and the text of ids."""
 
 import asyncio
 from typing import Annotated, Any
@@ -14,11 +14,11 @@ from ling3.server.service import Service
 from ling3.text.json_text import dumped
 
 PART = 2**16
-"""Ids that are encoded at once."""
+"""The number of ids that are encoded as JSON at once."""
 
 
 class Tokenize(Known):
-    """A request for the ids of a text, or of a conversation."""
+    """A request for the token ids of a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -28,14 +28,14 @@ class Tokenize(Known):
 
 
 class Detokenize(Known):
-    """A request for the text of ids."""
+    """A request for the text of token ids."""
 
     model: str | None = None
     tokens: List[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
 
 
 async def about(request: Request) -> Response:
-    """The endpoint for the named special tokens and the chat template."""
+    """Answers requests for `/tokenizer_info`: the special tokens by name, and the chat template."""
     service: Service = request.app.state.service
     tokenizer = service.tokenizer
     template = tokenizer.chat_template
@@ -45,18 +45,18 @@ async def about(request: Request) -> Response:
 
 
 async def tokenize(service: Service, asked: Tokenize) -> Response:
-    """Answers requests for the ids of a text or chat."""
+    """Answers requests for the token ids of a text or a conversation."""
     return Response(await asyncio.to_thread(_tokenized, service, asked), media_type="application/json")
 
 
 async def detokenize(service: Service, asked: Detokenize) -> Response:
-    """Answers requests for the text of some ids."""
+    """Answers requests for the text of token ids."""
     text = await asyncio.to_thread(service.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return Response(dumped({"prompt": text}), media_type="application/json")
 
 
 def _tokenized(service: Service, asked: Tokenize) -> str:
-    """The answer, encoded in parts, as the event loop waits for each."""
+    """The response's JSON, encoded in parts: encoding holds the GIL, and the event loop waits for each part."""
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "expected either prompt or messages", "prompt")
     if asked.prompt is not None:

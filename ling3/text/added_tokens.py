@@ -1,10 +1,10 @@
-"""The tokens that a checkpoint's settings name, or add to those of its vocabulary file.
+"""The special and added tokens of a checkpoint's tokenizer settings.
 
 `tokenizer_config.json` names special tokens (`eos_token` and others of that ending, `extra_special_tokens` as a map)
 and lists more of them (`additional_special_tokens`, `extra_special_tokens` as a list); its `added_tokens_decoder` has
-the id and the flags of each added token. Where that field is missing, older files count: `special_tokens_map.json`,
-whose fields replace those of `tokenizer_config.json`, and `added_tokens.json`, the ids of added tokens. This is what
-transformers 5 reads (tests/parity/test_tokenizers.py), except that an id other than the one it says is refused here.
+the id and the flags of each added token. If that field is missing, older files are read: `special_tokens_map.json`,
+whose fields replace those of `tokenizer_config.json`, and `added_tokens.json`, the ids of added tokens. transformers 5
+reads the same (tests/parity/test_tokenizers.py), but does not refuse a token whose id differs from the given one.
 """
 
 import json
@@ -26,11 +26,11 @@ LISTS = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 Names = dict[str, str]
-"""Special tokens by their names, such as `eos_token`."""
+"""The texts of special tokens by name, such as `eos_token`."""
 
 
 def settings_of(directory: pathlib.Path) -> dict[str, Any]:
-    """The fields of `tokenizer_config.json`, replaced by those of `special_tokens_map.json` where that counts."""
+    """The fields of `tokenizer_config.json`, replaced by those of `special_tokens_map.json` if that is read."""
     settings = read_object(directory / SETTINGS)
     if "added_tokens_decoder" in settings:
         return settings
@@ -43,15 +43,15 @@ def settings_of(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: pathlib.Path, rows: int) -> Names:
-    """Adds the tokens of a checkpoint's settings to `backend`; the named special tokens.
+    """Adds the tokens of a checkpoint's settings to `backend`, and returns the named special tokens.
 
-    A token without an id gets the next one; it stays a name if the model's embedding, of `rows`, has no row for that.
-    Raises TokenizerError for a malformed token, an id that does not fit, and an `eos_token` that has none.
+    A token without an id gets the next one, or is not added if the model's embedding has no row for it (it has `rows`).
+    Raises TokenizerError for a malformed token, an id that differs from the given one, and an `eos_token` without id.
     """
     path = directory / SETTINGS
     names = {name: _token(value, f"{path}: {name}") for name, value in _named(settings).items()}
     more = [_token(value, f"{path}: a special token") for value in _listed(settings)]
-    # A token that was special stays special: the library would go on hiding it.
+    # A token that was special stays special, as the library would still hide it.
     before = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = before | {token.content for token in names.values()}
     if "added_tokens_decoder" in settings:
@@ -81,7 +81,7 @@ def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: p
 
 
 def without_token(backend: tokenizers.Tokenizer, token: str, rows: int) -> tokenizers.Tokenizer:
-    """`backend` without an added token that the model's embedding, of `rows`, has no row for."""
+    """`backend` without an added token for which the model's embedding, with `rows` rows, has none."""
     place = backend.token_to_id(token)
     if place is None or place < rows:
         return backend
@@ -91,7 +91,7 @@ def without_token(backend: tokenizers.Tokenizer, token: str, rows: int) -> token
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens with a name: the usual ones first, then the model's own."""
+    """The special tokens with a name: the usual ones first, then those of this model."""
     usual = {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
     own = {
         name: value
@@ -118,7 +118,7 @@ def by_id(decoder: Any, path: object) -> dict[int, AddedToken]:
 
 
 def _older(path: pathlib.Path, special: Collection[str]) -> dict[int, AddedToken]:
-    """The tokens of `added_tokens.json`, a map of ids by content; `special` ones are not normalized."""
+    """The tokens of `added_tokens.json`, which maps contents to ids; `special` ones are not normalized."""
     tokens: dict[int, AddedToken] = {}
     for content, place in read_object(path).items():
         if type(place) is not int or place < 0 or place in tokens:
@@ -142,6 +142,6 @@ def _token(value: Any, where: str) -> AddedToken:
 
 
 def _next(backend: tokenizers.Tokenizer) -> int:
-    """The id of the next token that is added."""
+    """The id that the next added token will get."""
     added = backend.get_added_tokens_decoder()
     return max(backend.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))

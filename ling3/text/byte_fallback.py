@@ -1,9 +1,9 @@
-"""Characters out of byte tokens: SentencePiece's fallback for text that its vocabulary has no piece for.
+"""Decodes byte tokens to characters: SentencePiece's fallback for text that its vocabulary has no piece for.
 
 Such a vocabulary has a token for each byte, `<0xE1>`, and its decoder joins a run of them to UTF-8. The tokenizers
-library shows nothing but U+FFFD for a run that has any invalid byte, up to the last one. Here every character of a run
-is complete as soon as its own bytes are there, and each invalid byte is one U+FFFD, as SentencePiece decodes it: so a
-text that goes on never changes what came before, and one that is cut inside a character loses only that.
+library replaces all bytes of a run by U+FFFD if one of them is invalid. Here a character is complete as soon as its
+bytes are there, and only an invalid byte becomes U+FFFD, as in SentencePiece: so further text never changes earlier
+text, and a text that is cut inside a character loses only that character.
 """
 
 import codecs
@@ -15,9 +15,9 @@ import tokenizers
 
 
 class ByteFallback:
-    """The 256 byte tokens of a vocabulary; there are none where the decoder has no such step.
+    """The 256 byte tokens of a vocabulary; empty if its decoder has no step for them.
 
-    `bytes` has the byte of each, `invalid` the three byte tokens that make up U+FFFD.
+    `bytes` maps each token to its byte; `invalid` has the three byte tokens that make up U+FFFD.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -29,17 +29,17 @@ class ByteFallback:
         self.invalid = [tokens[byte] for byte in "\N{REPLACEMENT CHARACTER}".encode()] if complete else []
 
     def valid(self, ids: Iterable[int]) -> list[int]:
-        """`ids` with the byte tokens of U+FFFD in place of each invalid one."""
+        """`ids` with each invalid byte token replaced by the three of U+FFFD."""
         run = ByteRun(self)
         groups = [*(group for token in ids for group in run.feed(token)), *run.flush()]
         return [token for group in groups for token in group]
 
 
 class ByteRun:
-    """Groups the tokens of a text, as they come, so that each group is decoded to whole characters.
+    """Groups the tokens of a text, as they come, so that each group decodes to complete characters.
 
     A group is one token that is no byte, the bytes of one character, or `ByteFallback.invalid` for an invalid byte.
-    `pending` are the byte tokens of a character that is not complete.
+    `pending` has the byte tokens of an incomplete character.
     """
 
     def __init__(self, fallback: ByteFallback):
@@ -47,7 +47,7 @@ class ByteRun:
         self.pending: list[int] = []
 
     def feed(self, token: int) -> Iterator[list[int]]:
-        """The groups that a further token completes."""
+        """Yields the groups that the next token completes."""
         if token not in self._fallback.bytes:
             yield from self.flush()
             yield [token]
@@ -62,7 +62,7 @@ class ByteRun:
             yield group if complete else self._fallback.invalid
 
     def flush(self) -> Iterator[list[int]]:
-        """The groups of an incomplete character's bytes, where the run ends."""
+        """Ends the run, and yields `invalid` for each byte of an incomplete character."""
         count, self.pending = len(self.pending), []
         for _ in range(count):
             yield self._fallback.invalid
@@ -78,7 +78,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _complete(held: bytes) -> bool | None:
-    """Whether bytes are a whole character or only the beginning of one; None if they are the beginning of none."""
+    """True if the bytes are a complete character, False if they are the beginning of one, None if they are invalid."""
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(held) != ""
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""A checkpoint's own chat template: messages in, the prompt's text out.
+"""Renders a checkpoint's chat template: messages in, the prompt's text out.
 
 Templates are untrusted programs, so they run in a process with limits (`template_worker.py`), which is killed when one
-takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows there is only the bound on time.
-Within the bounds, templates are rendered as in transformers, with the same settings, globals and filters
+takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows only time is. Within the bounds,
+templates are rendered as in transformers, with the same settings, globals and filters
 (tests/parity/test_template_rendering.py).
 """
 
@@ -17,22 +17,22 @@ from ling3.runtime.quoting import QuotingError
 
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
-# For one rendering; 2,000 turns of 2,000,000 characters together take about 0.1.
+# For one rendering; 2,000 turns with 2,000,000 characters in total take about 0.1 seconds.
 SECONDS = 3
-# Of address space, beside the interpreter's.
+# Of address space for rendering, in addition to the interpreter's.
 MEBIBYTES = 512
 
 WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplateError(QuotingError):
-    """The template is malformed, exceeds its bounds, or refuses these messages."""
+    """Raised if the template is malformed, exceeds its bounds, or refuses these messages."""
 
 
 class ChatTemplate:
     """A chat template; `source` is its text, `origin` the file and field that errors name.
 
-    Raises ChatTemplateError, with the line, if the template is not valid.
+    Raises ChatTemplateError, with the line number, if the template is not valid.
     """
 
     def __init__(self, source: str, origin: str = "the chat template"):
@@ -43,10 +43,10 @@ class ChatTemplate:
         self._ask(given=None)
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt for `messages`, each a dict with the strings `role` and `content`, and other plain JSON values
-        that the template reads (`tool_calls`, `reasoning_content`); a value of None counts as absent.
+        """Renders the prompt for `messages`: dicts with the strings `role` and `content`, and other plain JSON values
+        that the template reads (`tool_calls`, `reasoning_content`). A value of None counts as absent.
 
-        `variables` are the template's own, such as `enable_thinking`; `tools` and `documents` are None by default.
+        `variables` go to the template, such as `enable_thinking`; `tools` and `documents` are None by default.
         Raises ValueError for malformed messages or variables, ChatTemplateError for errors in the template.
         """
         given = {
@@ -68,7 +68,7 @@ class ChatTemplate:
         return reply["text"]
 
 
-# By process id: after a fork, the child starts a worker of its own.
+# By process id, so that a forked child starts another worker.
 _workers: dict[int, LimitedProcess] = {}
 
 

@@ -1,29 +1,29 @@
-"""The text that goes to a custom tool, out of the arguments of the call that stands for it."""
+"""Extracts the text for a custom tool from the arguments of a function call."""
 
 import json
 import re
 
 INPUT = "input"
-"""The argument that has it."""
+"""The name of the argument that holds the text."""
 BEGIN = re.compile(rf'\{{\s*"{INPUT}"\s*:\s*"')
 CHARACTERS = re.compile(r'(?:[^"\\]|\\.)*')
 
 
 class CustomInput:
-    """Takes the input out of a call's arguments, `{"input": "…"}` as strict JSON, as they come, with escapes uncut."""
+    """Extracts the input from streamed arguments, `{"input": "…"}` in strict JSON, whose pieces split no escape."""
 
     def __init__(self) -> None:
         self._text, self._at = "", -1
 
     def feed(self, arguments: str) -> str:
-        """The part of the input that more of the arguments adds."""
+        """The next part of the input, from the next part of the arguments."""
         self._text += arguments
         if self._at == -1 and (begun := BEGIN.match(self._text)):
             self._at = begun.end()
         return self._read() if self._at >= 0 else ""
 
     def finish(self) -> str:
-        """The input where the arguments are others than those: the only string of them, or all of them."""
+        """The rest of the input: empty, or for arguments of another form their only string or else all their text."""
         if self._at != -1:
             return ""
         try:

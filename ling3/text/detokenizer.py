@@ -1,4 +1,4 @@
-"""Text as it comes: token ids in, whole characters out, up to the first stop string."""
+"""Streaming detokenization: token ids in, complete characters out, up to the first stop string."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # An unfinished character has at most three bytes, and each may be a token.
 CHARACTER_REST = 3
-# As many tokens without a whole character contain invalid bytes.
+# This many tokens without a complete character must contain invalid bytes.
 MOST_HELD = 8
 
 
 class StreamDecoder:
     """Decodes one sequence's tokens as they come, holding back a character whose last bytes are still to come.
 
-    The deltas of `feed` and the rest from `flush` make up the text that `Tokenizer.decode` has for the prompt and these
-    ids after its text for the prompt alone, in time linear in their number: so an answer that begins with a blank has
-    it, also where the tokenizer strips the blank at the beginning of a text. Ids without a token, and special tokens
-    unless `skip_special_tokens` is False, show nothing. A character that the prompt only began is returned if the ids
-    complete it, and no other text of the prompt's. TokenizerErrors, where the tokenizer fails, name its `source`.
+    The texts of `feed` and `flush` together are what `Tokenizer.decode` adds to the prompt's text for these ids; this
+    takes time linear in their number. So an answer that begins with a space keeps it, even if the tokenizer strips one
+    at the beginning of a text. Ids without a token give no text, nor do special tokens unless `skip_special_tokens` is
+    False. A character that the prompt only began is returned if the ids complete it, and no other text of the prompt.
+    Raises TokenizerError, which names `source`, if the tokenizer fails.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class StreamDecoder:
         self._hidden = {token for token in added if skip_special_tokens and added[token].special}
         self._fallback = ByteFallback(tokenizer) if fallback is None else fallback
         self._run = ByteRun(self._fallback)
-        # The tokens held back follow `_context` tokens whose text has been returned, as a text may depend on what comes
-        # before it. Of the text of both, `_returned` characters have been returned.
+        # `_ids` are the last `_context` tokens whose text was returned, since a text may depend on what comes before
+        # it, and the tokens held back. Of the text of all of them, `_returned` characters have been returned.
         shown = [*itertools.islice(filter(self._shows, reversed(prompt_ids[-64:])), MOST_HELD)][::-1]
         self._ids = [each for token in shown for group in self._run.feed(token) for each in group]
         with self._reported:
             text = self._decode(self._ids)
-        # A character that the prompt began: how many byte tokens of it there are, or the text that ends in its U+FFFD.
+        # If the prompt ends inside a character: the number of its byte tokens, or the text that ends in its U+FFFD.
         self._begun = len(self._run.pending)
         unfinished = not self._fallback.bytes and text.endswith(REPLACEMENT)
         self._prompt = text if unfinished else None
@@ -66,7 +66,7 @@ class StreamDecoder:
             raise
 
     def flush(self) -> str:
-        """The rest of the text, at the end; the bytes of an unfinished character are shown as U+FFFD."""
+        """The rest of the text, at the end; the bytes of an incomplete character become U+FFFD."""
         with self._reported:
             rest = "".join([self._next(group) for group in self._run.flush()])
             if self._fed:
@@ -77,7 +77,7 @@ class StreamDecoder:
 
     def _next(self, group: Sequence[int]) -> str:
         self._ids.extend(group)
-        if self._begun and group is self._fallback.invalid:  # a byte of the prompt's
+        if self._begun and group is self._fallback.invalid:  # a byte of the prompt
             self._begun, self._context = self._begun - 1, len(self._ids)
             self._returned = len(self._decode(self._ids))
             return ""
@@ -88,7 +88,7 @@ class StreamDecoder:
             if end - self._context < MOST_HELD:
                 return ""
             text, end = self._certain(text) if parts else (text, end)
-            if len(text) < (self._returned if self._prompt is None else len(self._prompt)):  # the prompt's own
+            if len(text) < (self._returned if self._prompt is None else len(self._prompt)):  # text of the prompt
                 return ""
         piece, context = text[self._seen(text) :], self._ids[self._context : end]
         self._ids, self._context, self._prompt = self._ids[self._context :], len(context), None
@@ -96,13 +96,13 @@ class StreamDecoder:
         return piece
 
     def _seen(self, text: str) -> int:
-        """How many characters of `text` are returned, or the prompt's: its U+FFFD too, if that is still one."""
+        """The number of characters of `text` that were returned or are the prompt's, with its U+FFFD if still there."""
         if self._prompt is not None and text.startswith(self._prompt):
             return len(self._prompt)
         return self._returned
 
     def _certain(self, whole: str) -> tuple[str, int]:
-        """The text that no further byte can change, and its number of tokens: all but an unfinished character's."""
+        """The text that no further byte can change, and its number of tokens: all except an incomplete character."""
         for end in range(len(self._ids) - CHARACTER_REST, len(self._ids)):
             text = self._decode(self._ids[:end])
             if text + self._decode(self._ids[end:]) == whole:
@@ -121,11 +121,11 @@ class StreamDecoder:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first of `stops`, holding back an end that may be the beginning of one.
+    """Cuts a stream of text before the first of `stops`, holding back an end that may be the beginning of one.
 
-    Of several stops, the one that is complete first ends the text (of those, the one that began first), however the
-    text is cut into pieces; `stopped` is that one, None before. Raises ValueError for an empty stop, which every text
-    would contain.
+    The stop string that is complete first ends the text (of several, the one that began first), however the text is
+    split into pieces. `stopped` is that one, and None before. Raises ValueError for an empty stop string, which every
+    text would contain.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -136,9 +136,9 @@ class StopStrings:
         self.stopped: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """The part of the text held back and of `text` that is certainly before any stop.
+        """The part of the held text and `text` that is certainly before any stop string.
 
-        Without `may_stop`, a stop that is complete now counts as text.
+        Without `may_stop`, a stop string that is complete now counts as text.
         """
         if self.stopped is not None:
             return ""
@@ -159,5 +159,5 @@ class StopStrings:
 
     @staticmethod
     def _beginning(text: str, stop: str) -> int:
-        """How many characters at the end of `text` begin `stop`."""
+        """The number of characters at the end of `text` with which `stop` begins."""
         return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""JSON as a model writes it, made strict: what any parser of RFC 8259 reads, with text that has a form in UTF-8."""
+"""Repairs JSON as a model writes it: the result is readable by any parser of RFC 8259, and can be encoded in UTF-8."""
 
 import json
 import re
@@ -11,17 +11,17 @@ ESCAPE = re.compile(
     rf'\\["\\/bfnrt]|\\u(?![dD][89a-fA-F]){HEX}{{4}}|\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}'
 )
 BEGUN = re.compile(rf"\\(u{HEX}{{0,3}})?|\\u[dD][89abAB]{HEX}{{2}}(\\(u([dD]([c-fC-F]{HEX}?)?)?)?)?")
-"""What may become an escape."""
+"""The beginning of an escape, or of a pair of them."""
 HIGH, LOW = re.compile(rf"\\u[dD][89abAB]{HEX}{{2}}"), re.compile(rf"\\u[dD][c-fC-F]{HEX}{{2}}")
-"""Escapes of the halves of a surrogate pair."""
+"""Escapes of the high and the low half of a surrogate pair."""
 HUGE = re.compile(r"[.eE](?:(?<=[eE])\+?[0-9]{3}|(?<=[0-9]{200}.))")
-"""Is in every number that is too large for a float."""
+"""Matches within every number that overflows a float (and in some other texts)."""
 NOTHING = "\ufffd"
-"""Stands for half a surrogate pair, which no UTF-8 has."""
+"""Replaces half a surrogate pair, which UTF-8 cannot encode."""
 
 
 def unicode(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, and pairs of them joined."""
+    """The text with pairs of surrogates joined, and U+FFFD for lone ones."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -31,20 +31,20 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def dumped(value: Any) -> str:
-    """A value as JSON; ValueError for numbers that are not finite."""
+    """A value as JSON. Raises ValueError for numbers that are not finite."""
     return unicode(_ENCODE(value))
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text; ValueError for invalid JSON, and for `NaN` and numbers that are not finite."""
+    """The value of a JSON text. Raises ValueError for invalid JSON and for numbers that are not finite."""
     value = json.loads(text, parse_constant=_refused)
     if HUGE.search(text):
-        _ENCODE(value)  # which refuses infinity, many times as fast as a look at each number
+        _ENCODE(value)  # refuses infinity, and is many times faster than a check of each number
     return value
 
 
 def in_string(text: str) -> bool:
-    """True if the text is the beginning of a JSON value, up to the middle of a string."""
+    """True if the text is a JSON value that breaks off inside a string."""
     if text.lstrip(SPACE)[:1] not in ('"', "{", "["):
         return False
     try:
@@ -57,7 +57,7 @@ def in_string(text: str) -> bool:
 
 
 def strict(text: str) -> str:
-    """An object or a list as strict JSON, completed where it breaks off; anything else as a value or a string."""
+    """An object or a list as strict JSON, completed if it breaks off; other text as a JSON value, or else a string."""
     if text.lstrip(SPACE)[:1] not in CLOSING:
         return _word(text)
     writer = StrictJSON()
@@ -65,24 +65,24 @@ def strict(text: str) -> str:
 
 
 class StrictJSON:
-    """Writes an object or a list again as strict JSON, a character at a time; valid JSON stays as it is.
+    """Rewrites an object or a list as strict JSON, one character at a time; valid JSON is not changed.
 
-    Words that are no JSON, and numbers that are not finite, become strings. Escapes that there are not, and line breaks
-    in strings, are escaped; half a surrogate pair is U+FFFD. Commas and colons that are missing are put in, and those
-    too many are left out; a key without a value gets null, and a bracket that does not match is the one that does.
+    Words that are not JSON, and numbers that are not finite, become strings. Invalid escapes, and control characters in
+    strings, are escaped; half a surrogate pair becomes U+FFFD. Missing commas and colons are inserted, superfluous ones
+    are dropped; a key without a value gets null, and a closing bracket is replaced by the one that matches.
     """
 
     def __init__(self) -> None:
         self._open: list[str] = []
         self._after = "comma"
-        """What the next item follows: a `bracket`, a `comma`, a `key`, a `colon`, or a `value` that ended."""
+        """The thing before the next item: a `bracket`, a `comma`, a `key`, a `colon`, or the end of a `value`."""
         self._held = ""
-        """A comma and white space, which an item has to follow."""
+        """A comma and white space, held back until an item follows."""
         self._word = self._escape = ""
         self._quoted = self._is_key = False
 
     def feed(self, character: str) -> str:
-        """The text that the next character adds; nothing more follows the end of the value."""
+        """The text that the next character adds; after the end of the value, only white space is added."""
         if self._ended:
             return character if character in SPACE else ""
         if self._quoted:
@@ -94,7 +94,7 @@ class StrictJSON:
         return self._word_ended() + self._mark(character)
 
     def finish(self) -> str:
-        """The text that completes one that breaks off."""
+        """The text that completes a value that breaks off."""
         rest = ""
         if self._quoted:
             rest, self._escape = _broken(self._escape) + '"', ""
@@ -105,7 +105,7 @@ class StrictJSON:
         return rest
 
     def unfinished(self) -> str:
-        """The word that is held back, where the text stays as it breaks off."""
+        """The word that is held back, for a text that is not to be completed."""
         return self._word
 
     @property
@@ -139,7 +139,7 @@ class StrictJSON:
         return missing + space + CLOSING[self._open.pop()] if self._open else ""
 
     def _item(self) -> str:
-        """What goes before an item; afterwards `_is_key` says if it is a key."""
+        """The text to add before an item; sets `_is_key` to whether the item is a key."""
         begin, self._held = {"value": ", ", "key": ": "}.get(self._after, self._held), ""
         self._is_key = self._open[-1:] == ["{"] and self._after not in ("key", "colon")
         return begin
@@ -163,7 +163,7 @@ class StrictJSON:
         return json.dumps(character)[1:-1] if character < " " else unicode(character)
 
     def _escaped(self, character: str) -> str:
-        """A character of an escape, which is said once it is whole."""
+        """The text that a character of an escape adds: the escape, once it is complete."""
         before, text = self._escape, self._escape + character
         self._escape = ""
         if ESCAPE.fullmatch(text):
@@ -179,13 +179,13 @@ class StrictJSON:
 
 
 def _broken(escape: str) -> str:
-    """What is no escape after all, as text."""
+    """The JSON text of an escape that is invalid or breaks off."""
     half = HIGH.match(escape)
     return NOTHING if half else escape.replace("\\", "\\\\")
 
 
 def _word(text: str) -> str:
-    """A value without brackets: itself if it is JSON, or a string."""
+    """A value without brackets: unchanged if it is JSON, else as a string."""
     try:
         loaded(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""A model's reply, taken apart as it comes: thinking, answer and tool calls.
+"""Parses a model's reply as it streams: thinking, answer and tool calls.
 
-The pieces that `Reply` returns do not depend on how the text is cut: joined, they are those of the whole text.
+The result does not depend on how the text is split: joined pieces equal those of the complete text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -23,30 +23,29 @@ CALL_TAGS = (
 
 
 class Piece(NamedTuple):
-    """A new part of a reply: a text of its thinking or its answer, or of a tool call the name or more arguments.
+    """A new part of a reply: text of its thinking or its answer, or the name or some arguments of a tool call.
 
-    A call of a custom tool has its name as `custom`, and its `input` for arguments.
+    For a custom tool, the kind of the name is `custom`, and there is `input` instead of arguments.
     """
 
     kind: Literal["reasoning", "content", "call", "arguments", "custom", "input"]
     text: str
     call: int = -1
-    """Which tool call, counted from 0."""
+    """The index of the tool call, from 0."""
 
 
 def opens_thinking(prompt: str) -> bool:
-    """True if a rendered prompt ends inside the thinking that the reply goes on with."""
+    """True if a rendered prompt ends with `<think>`, so that the reply begins inside the thinking."""
     return prompt.rstrip().endswith(THINK_START)
 
 
 class Reply:
-    """Takes a reply apart, fed with its text as it comes.
+    """A parser of one reply, which is fed with its text as it comes.
 
-    `thinking` says that the prompt opened the thinking; a reply that begins with `<think>` opens it too. Text up to
-    `</think>` is reasoning, or all of it if there is no such end. Tool calls are read if there are `tools` (their
-    parameters' JSON schemas by name) and a `form`, also those inside the thinking, which goes on after them. What is
-    no tool call after all stays text. Line breaks next to the tags belong to them. Tools of the names `customs` are
-    custom tools.
+    `thinking` means that the prompt opened the thinking; a reply that begins with `<think>` opens it too. Text up to
+    `</think>` is reasoning, or all text if that never comes. Tool calls are parsed if there are `tools` (their
+    parameters' JSON schemas by name) and a `form`, also inside the thinking, which goes on after them. Text that turns
+    out to be no tool call stays text. Line breaks next to tags are dropped. `customs` are the names of custom tools.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Reply:
     ):
         self.thinking = thinking
         self.calls = 0
-        # Tags are read in both forms.
+        # The form "tags" reads both forms of calls in tags.
         self._tools, self._form = tools or {}, ("tags" if form == "json" else form) if tools else None
         self._customs = customs
         self._input: CustomInput | None = None
@@ -77,7 +76,7 @@ class Reply:
         return self._taken()
 
     def reads(self, tag: str) -> bool:
-        """True if a tag that comes next is one, and not text."""
+        """True if `tag` would be read as a tag if it came next, and not as text."""
         begins = (self._begins or self._after_call) and not self._held.strip()
         if self._reader is not None:
             return tag in CALL_TAGS
@@ -88,7 +87,7 @@ class Reply:
         return self._form == "tags" if tag == CALL_START else tag == PYTHON_TAG and self._form == "bare" and begins
 
     def flush(self) -> list[Piece]:
-        """The parts held back, at the end of the reply."""
+        """The pieces held back, at the end of the reply."""
         while (reader := self._reader) is not None:
             self._reader = None
             try:
@@ -108,7 +107,7 @@ class Reply:
         return self._taken()
 
     def _advance(self) -> bool:
-        """Reads some of the text held; False if the rest has to wait for more."""
+        """Parses some of the held text; False if the rest has to wait for more text."""
         if self._reader is not None:
             return self._read_call(self._reader)
         if self._begins or self._after_call:
@@ -137,7 +136,7 @@ class Reply:
         return self._form == "bare" and self.calls > 0 and self._kind == "content"
 
     def _begin(self) -> bool:
-        """Looks for what a reply may begin with: thinking, or a bare call."""
+        """Looks for thinking or a bare call at the beginning; False if that needs more text."""
         text = self._held.lstrip("\n \t;," if self._after_call else None)
         opens = [THINK_START] if self._begins and not self._fresh else []
         calls = [PYTHON_TAG, "{"] if self._form == "bare" else []
@@ -148,14 +147,14 @@ class Reply:
             self._kind, self._fresh, self._held = "reasoning", True, text[len(THINK_START) :]
             self.thinking = True
         elif tag := next((tag for tag in calls if text.startswith(tag)), None):
-            # What was before it is text again if this turns out to be no call.
+            # The reader also gets the space before it, which is text again if this turns out to be no call.
             self._reader, self._held = CallReader("bare", self._tools, space + tag), text[len(tag) :]
         elif self._after_call:
             self._form = None  # text follows the calls
         return True
 
     def _read_call(self, reader: CallReader) -> bool:
-        """Feeds a call's reader; False if it wants more."""
+        """Feeds the held text to a call's reader; False if that needs more text."""
         for place, character in enumerate(self._held):
             try:
                 done = reader.feed(character)
@@ -189,7 +188,7 @@ class Reply:
         return pieces
 
     def _input_left(self) -> list[Piece]:
-        """What is left of a custom tool's input at the end of its call."""
+        """The rest of a custom tool's input, at the end of its call."""
         left = "" if self._input is None else self._input.finish()
         return [Piece("input", left, self.calls - 1)] if left else []
 
@@ -209,7 +208,7 @@ class Reply:
             self._out.append(Piece(self._kind, text))
 
     def _taken(self) -> list[Piece]:
-        """The pieces so far, those that continue each other joined."""
+        """Takes the pieces so far, with consecutive ones of the same kind and call joined."""
         joined: list[Piece] = []
         for piece in self._out:
             begins = piece.kind in ("call", "custom")
@@ -225,10 +224,10 @@ class Reply:
 
 
 class TokenReply:
-    """A `Reply` to be fed with an engine's deltas, whose text lacks the tags that are special tokens.
+    """Feeds a `Reply` with an engine's deltas, whose text lacks the tags that are special tokens.
 
-    It puts such tags back, where they are read as tags, at their places in the text, which comes as it was decoded or
-    later: stop strings hold it back. `prompt_ids` are those that the reply follows.
+    It puts such tags back at their places in the text, if they would be read as tags. The text may come later than its
+    ids, as stop strings hold it back. `prompt_ids` are the tokens before the reply.
     """
 
     def __init__(self, reply: Reply, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
@@ -239,12 +238,12 @@ class TokenReply:
         self._decoder = tokenizer.stream(prompt_ids) if self._tags else None
         self._unread: list[int] = []
         self._decoded = self._fed = 0
-        """Characters that came of the ids up to the last tag, and those that `reply` was fed with."""
+        """Numbers of characters: decoded from the ids up to the last tag, and fed to `reply`."""
         self._waiting: list[tuple[int, str]] = []
-        """Tags with their places in the text."""
+        """Tags that are still to be fed, with their offsets in the text."""
 
     def feed(self, text: str, ids: Sequence[int], last: bool = False) -> list[Piece]:
-        """The pieces that a delta completes, or with the `last` one all that are left."""
+        """The pieces that a delta completes; with the `last` delta, also those held back."""
         if self._decoder is not None:
             for token in ids:
                 if token in self._tags:

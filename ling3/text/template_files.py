@@ -1,9 +1,9 @@
 """The chat templates of a checkpoint: one, or several by name.
 
-`chat_template.jinja` is the template of the name `default`, and each file of `additional_chat_templates/` has its name.
-Where there is no such file, `chat_template` of `tokenizer_config.json` is the template or a list of named ones; where
-that is missing, the field of that name in `chat_template.json`. All but the last is what transformers 5 reads, and the
-template for a conversation is the one that it takes (tests/parity/test_template_files.py).
+`chat_template.jinja` is the template named `default`, and each file in `additional_chat_templates/` is one of its name.
+If there is no such file, `chat_template` in `tokenizer_config.json` is the template or a list of named ones; if that is
+missing too, the same field in `chat_template.json` is. transformers 5 reads the same except the last, and chooses the
+same template for a conversation (tests/parity/test_template_files.py).
 """
 
 import pathlib
@@ -49,9 +49,9 @@ def chat_templates(directory: pathlib.Path, settings: Mapping[str, Any]) -> dict
 
 
 def chosen_template(templates: Mapping[str, ChatTemplate], tools: object) -> ChatTemplate:
-    """The template for a conversation: with `tools` the one for them, if there is one.
+    """The template for a conversation: `tool_use` if there are `tools` and it exists, else `default`.
 
-    Raises ValueError where the checkpoint has several templates, and none is the default.
+    Raises ValueError if the checkpoint has no template `default`.
     """
     if tools is not None and TOOLS in templates:
         return templates[TOOLS]

@@ -1,4 +1,4 @@
-"""Renders chat templates: the module of a process with limits, which imports jinja2 but nothing of ling3.
+"""Renders chat templates in a process with limits, which runs this file; it imports jinja2, but nothing of ling3.
 
 A template is an untrusted program. jinja2's sandbox keeps it away from Python's internals, but does not bound its time
 and memory; a process can be given limits, and killed.
@@ -30,7 +30,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
-        """The statements between the two tags, in a scope of their own."""
+        """Parses the statements between the two tags as one scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -40,13 +40,13 @@ def _raise_exception(message: Any) -> None:
 
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
-    # jinja2's own filter escapes for HTML.
+    # jinja2's built-in filter escapes for HTML.
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
-    """The template, in an environment that renders the text that transformers does (see `chat_template.py`)."""
+    """Compiles a template in an environment that renders as transformers does (see `chat_template.py`)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -63,9 +63,9 @@ def prepare() -> None:
 
 
 def answer(source: str, given: dict[str, Any] | None) -> dict[str, str]:
-    """The template's `text` with the variables `given`; if `given` is None, "" for a template that compiles.
+    """Renders the template with the variables `given`: its `text`. If `given` is None, only compiles it: "".
 
-    If anything goes wrong, an `error` instead: a message that follows the template's name.
+    If anything goes wrong, returns an `error` instead: a message to follow the template's name.
     """
     try:
         template = _compiled(source)
@@ -89,7 +89,7 @@ def _words(error: Exception) -> str:
         message = "it is nested too deeply"
     elif not isinstance(error, jinja2.TemplateError):
         message = f"{type(error).__name__}: {message}"
-    # jinja2 puts the template's own lines into the traceback.
+    # jinja2 puts the template's lines into the traceback.
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
     return f", line {lines[-1]}: {message}" if lines else f": {message}"

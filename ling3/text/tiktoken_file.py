@@ -1,10 +1,10 @@
-"""Reading `tiktoken.model`, the vocabulary of the Kimi models, as a tokenizer of the tokenizers library.
+"""Reads `tiktoken.model`, the vocabulary of the Kimi models, as a tokenizer of the tokenizers library.
 
-Each line has a token, in Base64, and its rank, which is its id. How a text is cut into pieces, and which ids the
-special tokens have, is in `tokenization_kimi.py`, a program published beside it, which is never run: what it says is
-written here, for its tokenizers only. tiktoken merges, within a piece, the two neighbours that make up the token of the
-lowest rank, the leftmost of several; with a merge for each two tokens that make up a third, in the order of the thirds,
-the library does the same (tests/parity/test_tiktoken.py).
+Each line has a token, in Base64, and its rank, which is its id. How a text is split into pieces, and which ids the
+special tokens have, is defined by `tokenization_kimi.py`, a program published beside it. That is never run; its rules
+are repeated here, for Kimi only. Within a piece, tiktoken merges the two neighbours that make up the token of the
+lowest rank, the leftmost of several. The library does the same if it is given a merge for every two tokens that make up
+a third, in the order of the thirds (tests/parity/test_tiktoken.py).
 """
 
 import base64
@@ -24,13 +24,13 @@ from ling3.text.tokenizer_file import Reported, TokenizerError
 VOCABULARY = "tiktoken.model"
 CODE = "tokenization_kimi."
 RESERVED = 256 + 2
-"""Ids after the vocabulary's, which are special tokens."""
+"""The number of ids after the vocabulary's, which are those of special tokens."""
 LONGEST_TOKEN = 512
 MOST_MERGES = 2**22
-"""A published vocabulary of 160,000 tokens has some 300,000."""
+"""The most merges that are made; a published vocabulary of 160,000 tokens has some 300,000."""
 
-# Chinese characters are a piece; a word has its leading blank or sign, its capitals first and its clitic last; up to
-# three digits; signs with the line ends after them; white space, whose last blank goes with the word after it.
+# A piece is a run of Chinese characters; a word with the space or sign before it, capitals first, and a clitic after
+# it; up to three digits; signs with the line breaks after them; or white space, without a space before a word.
 _LETTERS = (r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]", r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]")
 _FIRST, _CLITIC = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PIECES = "|".join(
@@ -50,8 +50,8 @@ PIECES = "|".join(
 def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, rows: int) -> tokenizers.Tokenizer:
     """The tokenizer of a Kimi model; `settings` are the fields of `tokenizer_config.json`.
 
-    Reserved tokens beyond the model's `rows` are left out. Raises TokenizerError for another model's file, whose pieces
-    are not known, and for a damaged one.
+    Reserved tokens beyond the `rows` of the model's embedding are left out. Raises TokenizerError for a damaged file,
+    and for that of another model, whose rules are not known.
     """
     code = settings.get("auto_map")
     named = code.get("AutoTokenizer") if isinstance(code, Mapping) else code
@@ -80,7 +80,7 @@ def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, ro
 
 
 def _ranks(path: pathlib.Path) -> dict[bytes, int]:
-    """The rank of each token; they are 0 and up, and every byte is a token."""
+    """The rank of each token. Raises TokenizerError unless ranks are 0, 1, 2, … and every byte is a token."""
     try:
         lines = regular_file.read(path, regular_file.TOKENIZER_BYTES).splitlines()
     except ValueError as error:
@@ -115,7 +115,7 @@ def _merges(ranks: Mapping[bytes, int], path: pathlib.Path) -> list[tuple[str, s
 
 
 def _special(settings: Mapping[str, Any], first: int, rows: int) -> list[AddedToken]:
-    """The special tokens, whose ids begin at `first`: those that the settings have, and reserved ones up to `rows`."""
+    """The special tokens from the id `first` on: those of the settings, and reserved ones for the other ids."""
     decoder = settings.get("added_tokens_decoder")
     given = by_id(decoder, SETTINGS) if decoder is not None else {}
     places = range(first, min(first + RESERVED, max(rows, 1 + max(given, default=0))))

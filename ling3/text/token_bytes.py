@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, which may be a part of a character."""
+"""The bytes of single tokens, which may be a part of a character."""
 
 import re
 
@@ -12,7 +12,7 @@ BLANK = "▁"
 
 
 class TokenBytes:
-    """The bytes of a vocabulary's tokens, by what its decoder makes of them; of added tokens, those of their text."""
+    """The bytes of each token of a vocabulary, as its decoder has them; of an added token, its text in UTF-8."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend, self._added = backend, backend.get_added_tokens_decoder()
@@ -23,7 +23,7 @@ class TokenBytes:
         self._blank = "Metaspace" in kinds or any(step.get("pattern") == {"String": BLANK} for step in steps)
 
     def __getitem__(self, token: int) -> bytes:
-        """A token's bytes; none of an id without a token."""
+        """The bytes of a token; empty for an id without a token."""
         if token in self._added:
             return self._added[token].content.encode()
         text = self._backend.id_to_token(token) or ""

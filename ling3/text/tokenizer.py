@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to ids and back, with the checkpoint's own chat template."""
+"""A checkpoint's tokenizer: text to ids and back, and conversations to prompts by its chat template."""
 
 import functools
 import os
@@ -25,14 +25,14 @@ MOST_ROWS = 2**31
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory: its `tokenizer.json`, or `tiktoken.model` where that is missing.
+    """The tokenizer of a checkpoint directory: its `tokenizer.json`, or `tiktoken.model` if that is missing.
 
-    The file decides how a text is cut. Classes of transformers that rebuild parts of it are not followed: its
-    LlamaTokenizer drops blanks that SentencePiece and the file keep (tests/parity/test_tokenizers.py).
+    The file decides how a text is split. transformers has classes that rebuild parts of it, which are not imitated: its
+    LlamaTokenizer drops spaces that SentencePiece and the file keep (tests/parity/test_tokenizers.py).
 
     `eos_token_ids` are the tokens that end a generation, from `config.json`, `generation_config.json` and
-    `tokenizer_config.json` together; `pad_token_id` may be None, or no row of the model's; `special_tokens` are the
-    named ones, such as `eos_token`; `chat_templates` are the checkpoint's by name, and none if it has none.
+    `tokenizer_config.json` together; `pad_token_id` may be None, or an id without a row in the model's embedding;
+    `special_tokens` are the named ones, such as `eos_token`; `chat_templates` are by name, and may be empty.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -66,7 +66,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """The template for a conversation without tools; None if there is none."""
+        """The default template, for a conversation without tools; None if the checkpoint has none."""
         return self.chat_templates.get(template_files.DEFAULT)
 
     @functools.cached_property
@@ -76,12 +76,12 @@ class Tokenizer:
 
     @functools.cached_property
     def tool_form(self) -> ToolForm | None:
-        """How the chat template writes tool calls; None if it shows no tools, or writes them in no known form."""
+        """The form in which the chat template writes tool calls; None if it shows no tools or uses an unknown form."""
         return tool_form(functools.partial(self.apply_chat_template, tokenize=False))
 
     @functools.cached_property
     def thinking_switch(self) -> bool:
-        """Whether the chat template writes other prompts with thinking on than off, by any of its variables' names."""
+        """True if the chat template's prompt changes when any of the usual variables switch thinking on and off."""
         question = [{"role": "user", "content": "question"}]
         try:
             on, off = (
@@ -101,12 +101,12 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; control tokens in it are recognised.
+        """The ids of `text`; special tokens that are written in it are recognized.
 
-        `add_special_tokens` adds those that the post-processor of the vocabulary's file puts around a text, such as a
-        beginning of sequence; Ling-3 has none. `add_bos_token` and `add_eos_token` of the settings do not count beside
-        such a file, nor do they in transformers 5 (tests/parity/test_tokenizers.py).
-        Raises ValueError for text that is no Unicode (a lone surrogate), TokenizerError if the tokenizer fails.
+        `add_special_tokens` adds the tokens that the post-processor of `tokenizer.json` puts around a text, such as a
+        beginning of sequence; Ling-3 has none. `add_bos_token` and `add_eos_token` of the settings are ignored, as in
+        transformers 5 (tests/parity/test_tokenizers.py).
+        Raises ValueError for text with a lone surrogate, and TokenizerError if the tokenizer fails.
         """
         try:
             text.encode("utf-8")
@@ -115,7 +115,7 @@ class Tokenizer:
                 f"text: a lone surrogate, {text[error.start]!r}, at position {error.start}, which has no UTF-8 form"
             ) from error
         with Reported(self.directory / VOCABULARY, "the tokenizer fails on this text"):
-            # As `encode` and `decode`, but other threads run meanwhile.
+            # The methods for batches, unlike `encode` and `decode`, let other threads run meanwhile.
             [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -135,7 +135,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character; none of an id without a token."""
+        """The bytes of a token, which may be a part of a character; empty for an id without a token."""
         return self._bytes[token]
 
     @overload
@@ -159,7 +159,7 @@ class Tokenizer:
         """The prompt for `messages`, dicts with `role` and `content`, as ids, or as text if `tokenize` is False.
 
         `add_generation_prompt` opens the assistant's turn at the end. `variables` go to the template: for Ling-3,
-        `enable_thinking`. With `tools` among them, a template of the name `tool_use` goes before the default one.
+        `enable_thinking`. With `tools` among them, a template named `tool_use` is preferred to the default one.
         Raises ValueError for malformed messages, or if the checkpoint has no such chat template.
         """
         if not self.chat_templates:
@@ -196,24 +196,24 @@ class Tokenizer:
 
 
 def thinking(effort: str) -> dict[str, Any]:
-    """A chat template's variables for an effort of thinking, which is off for `none` and `minimal`."""
+    """A chat template's variables for a reasoning effort; thinking is off for `none` and `minimal`."""
     on = effort not in ("none", "minimal")
     return {"enable_thinking": on, "thinking": on, "reasoning_effort": effort}
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+    """Loads the tokenizer in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
 
     `revision` is a branch, a tag or a commit of the hub's repository.
 
-    Raises FileNotFoundError when there is none, TokenizerError for a damaged file, naming file and field, and
-    `hub.resolve`'s errors where there is no checkpoint.
+    Raises FileNotFoundError if the checkpoint has no tokenizer, TokenizerError for a damaged file, naming file and
+    field, and `hub.resolve`'s errors if there is no checkpoint.
     """
     return Tokenizer(hub.resolve(path, PATTERNS, revision))
 
 
 def _rows(model: Mapping[str, Any]) -> int:
-    """The rows of the model's embedding; more than any tokenizer has, if `config.json` does not say."""
+    """The number of rows of the model's embedding; `MOST_ROWS` if `config.json` does not give it."""
     rows = model.get("vocab_size")
     return rows if type(rows) is int and rows > 0 else MOST_ROWS
 
@@ -221,7 +221,7 @@ def _rows(model: Mapping[str, Any]) -> int:
 def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if name == "pad_token_id":  # -1 stands for none in published files
+    if name == "pad_token_id":  # -1 means no padding token in published files
         ids = [token for token in ids if type(token) is not int or token >= 0]
     for token in ids:
         if type(token) is not int or token < least:

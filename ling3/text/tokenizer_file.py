@@ -1,8 +1,8 @@
-"""Reading a checkpoint's `tokenizer.json`, an untrusted program, within bounds; failures are TokenizerErrors.
+"""Reads a checkpoint's `tokenizer.json`, an untrusted program, within bounds; failures are TokenizerErrors.
 
-The tokenizers library runs it. How much longer its steps may make a text is bounded before the file is loaded. The time
-of a regular expression is not: the library stops it only after ten million backtracks at one position of a text, about
-a fifth of a second, and one that stays below that may take as long at each position.
+The tokenizers library runs it. How much longer its steps may make a text is checked before the file is loaded. The time
+of a regex is not bounded: the library stops it only after ten million backtracks at one position of a text, about a
+fifth of a second, and a regex that stays below that may take as long at every position.
 """
 
 import base64
@@ -18,26 +18,26 @@ from ling3.runtime import regular_file, strict_json
 from ling3.runtime.quoting import QuotingError, printable, shown
 
 MOST_STEPS = 32
-"""Steps of normalizer, pre-tokenizer and decoder together; published tokenizers have up to ten."""
+"""The most steps of normalizer, pre-tokenizer and decoder together; published tokenizers have up to ten."""
 MOST_GROWTH = 256
-"""How many times longer these may make a text."""
+"""How many times longer normalizer and pre-tokenizer, or the decoder, may make a text."""
 LONGEST_STRING = 16_384
-"""Characters of a token, a pattern or a replacement."""
+"""The most characters of a token, a pattern or a replacement."""
 LONGEST_WORD = 1_000
-"""Characters of a word that WordPiece cuts, in a time that grows with their square; in published tokenizers 100."""
+"""The most characters of a word that WordPiece splits, in quadratic time; published tokenizers have 100."""
 
 PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
-"""The parts that are made of steps, and the field in which a sequence of steps has them."""
+"""The parts that are made of steps, and the field in which a `Sequence` lists its steps."""
 
 
 class TokenizerError(QuotingError):
-    """A tokenizer's file is damaged, does not fit the others, or fails on its input."""
+    """Raised if a tokenizer's file is damaged, does not fit the others, or fails on its input."""
 
 
 class Reported:
-    """`with Reported(path, problem)`: a TokenizerError with the `problem` if the tokenizers library fails.
+    """`with Reported(path, problem)` raises a TokenizerError with the `problem` if the tokenizers library fails.
 
-    The library raises bare Exceptions, and on a panic something that is no Exception at all.
+    The library raises bare Exceptions, and on a panic a class that is not derived from Exception.
     """
 
     def __init__(self, source: object, problem: str):
@@ -70,14 +70,14 @@ def read(path: pathlib.Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path}: not a tokenizer that ling3 can read: {reason}") from error
     with Reported(path, "not a tokenizer that the tokenizers library can read"):
         backend = tokenizers.Tokenizer.from_str(text)
-    # A file's settings for batches: here a text becomes all of its ids.
+    # A file may ask for these in batches; here a text always gives all its ids and no others.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """The object in a JSON file; empty if there is no such file. Raises TokenizerError."""
     if not path.exists():
         return {}
     try:
@@ -90,7 +90,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _check(file: Any) -> None:
-    """Raises ValueError for a file that is out of bounds, or in a form that does not show it."""
+    """Raises ValueError for a file that is out of bounds, or has a form in which that cannot be checked."""
     if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
         raise ValueError(f"found {shown(file)}; expected an object with a model")
     if (longest := _longest(file)) > LONGEST_STRING:
@@ -109,7 +109,7 @@ def _check(file: Any) -> None:
 
 
 def _longest(value: Any) -> int:
-    """The length of the longest string in a JSON value, except merges (of tokens) and maps (see `_growth`)."""
+    """The length of the longest string in a JSON value, except merges (of tokens) and charsmaps (see `_growth`)."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
     """A part of the file, and all steps in it if it is a sequence."""
     if part is None:
         return
-    # The library also takes a list for an object, and guesses a type that is missing.
+    # The library also accepts a list instead of an object, and guesses a missing type.
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise ValueError(f"{name}: found {shown(part)}; expected an object with a type")
     yield part
@@ -140,7 +140,7 @@ def _growth(step: dict[str, Any]) -> float:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(pattern)}} if pattern:
             return max(1.0, len(content) / len(pattern))
         case {"type": "Replace", "content": str(content), "pattern": {}}:
-            return 1 + len(content)  # at every place, where the pattern matches nothing
+            return 1 + len(content)  # inserted everywhere, if the pattern matches the empty string
         case {"type": "Replace"}:
             raise ValueError(f"found {shown(step)}; expected a pattern and a content")
         case {"type": "Precompiled", "precompiled_charsmap": str(charsmap)}:

@@ -1,10 +1,10 @@
-"""Tool calls as models write them, read a character at a time: the call's name, then its arguments as JSON.
+"""Parses tool calls as models write them, one character at a time: the call's name, then its arguments as JSON.
 
 tags (Ling-3):          <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
 json, in tags (Qwen3):  <tool_call>{"name": …, "arguments": {…}}</tool_call>
 bare JSON (Llama 3):    {"name": …, "parameters": {…}}, also after <|python_tag|>
 
-Tags are read in both of their forms, whichever the model's is.
+Both forms in tags are read, whichever the model is expected to write.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from ling3.text.json_text import StrictJSON, dumped, in_string, loaded, strict
 ToolForm = Literal["tags", "json", "bare"]
 Said = tuple[Literal["call", "arguments"], str]
 Steps = Generator[None, str, Any]
-"""Asks for a character with each yield; the empty text stands for the end."""
+"""A parser that receives a character at each yield, or an empty string at the end of the text."""
 
 CALL_START, CALL_END, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 NAME = re.compile(r"[\w.:/-]+")
 DEEPEST = 16
-"""The most references and alternatives of a schema that are followed."""
+"""How many references are followed in a row, and how deep alternatives are, in a schema."""
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema, or what its `$ref` within the root stands for; {} if it is malformed or refers to nothing."""
+    """A schema, or the one that its `$ref` within the root refers to; {} if it is malformed or refers to nothing."""
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping):
             return {}
@@ -67,7 +67,7 @@ def _kind(value: Any) -> str:
 
 
 class Malformed(ValueError):
-    """This is no tool call: `CallReader.raw` is text."""
+    """Raised if this is no tool call after all: then `CallReader.raw` is text."""
 
 
 class _End(Exception):
@@ -75,14 +75,14 @@ class _End(Exception):
 
 
 class CallReader:
-    """Reads one tool call after its opening tag, which is `raw`'s beginning.
+    """Parses one tool call after its opening tag, with which `raw` begins.
 
-    Once its name is known the call stands, whatever follows; before, `Malformed` says it is no call. A bare call has
-    to name one of the tools. Arguments are strict JSON; those that the text leaves unfinished stay so.
+    Once the name is known it is a call, whatever follows; before that, Malformed is raised if it turns out not to be
+    one. A bare call must name one of the tools. Arguments are given as strict JSON; one that breaks off stays
+    incomplete.
 
-    A value in tags may have the tags in it: it ends with `</arg_value>` only where the next argument or the call's end
-    follows, and not in the middle of a JSON string, unless that string never ends. A `</tool_call>` alone ends it with
-    the text.
+    A value in tags may contain the tags: an `</arg_value>` ends it only if the next argument or the call's end follows,
+    and not inside a JSON string, unless that string never ends. Without one, `</tool_call>` ends it if no text follows.
     """
 
     def __init__(self, form: ToolForm, tools: Mapping[str, Mapping[str, Any]], raw: str):
@@ -95,7 +95,7 @@ class CallReader:
         next(self._steps)
 
     def feed(self, character: str) -> bool:
-        """True once the call is complete; raises Malformed where it turns out to be none."""
+        """Parses a character; True once the call is complete. Raises Malformed if this is no call."""
         self.raw += character
         try:
             self._steps.send(character)
@@ -104,9 +104,9 @@ class CallReader:
         return False
 
     def end(self) -> list[Said]:
-        """The rest of the call, at the end of the text; Malformed if the name never came."""
+        """The rest of the call, at the end of the text. Raises Malformed if the name never came."""
         with contextlib.suppress(StopIteration, _End):
-            while True:  # a string that never ends makes it read some of the text again
+            while True:  # after a string that never ends, some of the text is parsed again
                 self._steps.send("")
         if self._name is None:
             raise Malformed
@@ -115,7 +115,7 @@ class CallReader:
         return self.take()
 
     def take(self) -> list[Said]:
-        """The new part of the call."""
+        """The parts of the call that are new since the last `take`."""
         said, self._said = self._said, []
         return said
 
@@ -153,7 +153,7 @@ class CallReader:
         self._say("}" if written else "{}")
 
     def _string(self) -> Steps:
-        """A value that is a string, said as it comes; the tag after its end."""
+        """Parses a value that is a string, and passes it on as it comes; returns the tag after it."""
         self._say('"')
         while True:
             _, end = yield from self._until(VALUE_END, CALL_END, escaped=True)
@@ -164,7 +164,7 @@ class CallReader:
             self._say(_escaped(end + space))
 
     def _value(self, kinds: frozenset[str]) -> Steps:
-        """A value whose schema does not ask for a string alone, said as JSON; the tag after its end."""
+        """Parses a value that need not be a string, and passes it on as JSON; returns the tag after it."""
         text, cut = "", None
         try:
             while True:
@@ -183,7 +183,7 @@ class CallReader:
         return tag
 
     def _following(self, end: str) -> Steps:
-        """White space after a tag, and the next tag if the first one ends a value, or "" if it is part of it."""
+        """The white space after the tag `end`, and the next tag; or "" for that if `end` is part of the value."""
         space = tag = ""
         nexts = (KEY, CALL_END) if end == VALUE_END else ()
         try:
@@ -205,7 +205,7 @@ class CallReader:
         yield from self._object()
 
     def _object(self) -> Steps:
-        """The JSON object of a call, after its opening brace."""
+        """Parses the JSON object of a call, after its opening brace."""
         arguments: str | None = None
         while (character := (yield from self._solid())) != "}":
             if character == ",":
@@ -236,9 +236,9 @@ class CallReader:
             self._say("{}")
 
     def _json(self, first: str, say: bool) -> Steps:
-        """The text of a JSON value from its first character on, with line breaks in strings escaped.
+        """The text of a JSON value from its first character on, with control characters in strings escaped.
 
-        If `say`, an object is said as it comes, as strict JSON.
+        With `say`, an object is passed on as it comes, as strict JSON.
         """
         text, depth, character, writer = "", 0, first, StrictJSON()
         quoted = backslash = False
@@ -272,13 +272,13 @@ class CallReader:
         return self.raw[self._at - 1]
 
     def _solid(self) -> Steps:
-        """The next character that is no white space."""
+        """The next character that is not white space."""
         while (character := (yield from self._next())).isspace():
             pass
         return character
 
     def _until(self, *tags: str, escaped: bool = False) -> Steps:
-        """The text before the first of the tags, and that tag; with `escaped` it is said as a string's as it comes."""
+        """The text before the first of the tags, and that tag; `escaped` passes it on as it comes, escaped for JSON."""
         text = held = ""
         while True:
             held += yield from self._next()
@@ -314,9 +314,9 @@ class CallReader:
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:
-    """A value's text as JSON: itself where it is JSON of the schema's kinds, or else a string if that is one of them.
+    """A value's text as JSON: a string if it is not JSON, or if the schema allows strings and not this kind of JSON.
 
-    Text that is no JSON, and JSON of other kinds where no string is asked for, stay what they are.
+    Other JSON stays what it is, even if the schema does not allow it.
     """
     if "boolean" in kinds and text.strip().lower() in ("true", "false"):
         return text.strip().lower()
@@ -347,5 +347,5 @@ def _escaped(text: str) -> str:
 
 
 def beginning(text: str, tag: str) -> int:
-    """How many characters at the end of `text` begin `tag`."""
+    """The number of characters at the end of `text` with which `tag` begins."""
     return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

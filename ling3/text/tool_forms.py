@@ -1,4 +1,4 @@
-"""In which form a chat template writes tool calls, by what it makes of one."""
+"""Finds the form in which a chat template writes tool calls, by rendering one."""
 
 import re
 from collections.abc import Callable
@@ -21,9 +21,9 @@ WRITTEN: dict[ToolForm, str] = {
 
 
 def tool_form(render: Callable[..., str]) -> ToolForm | None:
-    """The form in which a chat template writes tool calls; None if it shows no tools, or writes calls otherwise.
+    """The form in which a chat template writes tool calls; None if it shows no tools, or uses another form.
 
-    `render` is given messages and `tools`, as `ChatTemplate.render` is; its ValueErrors count as None.
+    `render` takes messages and `tools`, as `ChatTemplate.render` does; if it raises ValueError, the form is None.
     """
     try:
         shown, written = (render(messages, tools=[SHOWN]) for messages in (CONVERSATION[:1], CONVERSATION))

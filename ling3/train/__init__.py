@@ -1,6 +1,6 @@
-"""Training: a loop for any model and any stream of tokens, and in `nano` the recipe of the *nano* checkpoint.
+"""Training: a loop for any model and any stream of token batches; `nano` has the recipe of the *nano* checkpoint.
 
-`python -m ling3.train --out DIRECTORY` makes nano.
+`python -m ling3.train --out DIRECTORY` trains nano.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A public name, imported when first used: the loop needs the extra `train`, nano's problems do not."""
+        """Imports a public name on first use: the loop needs the extra `train`, nano's problems do not."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         balance = dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance")

@@ -1,4 +1,4 @@
-"""`python -m ling3.train --out DIRECTORY`: train the *nano* checkpoint, examine it and draw its curve."""
+"""`python -m ling3.train --out DIRECTORY`: trains the *nano* checkpoint, runs its exams and plots its curve."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,9 @@ def main(out: Path, recipe: Recipe = NANO, questions: int = 500, every: int = 20
     """Train nano from scratch, on texts made from the recipe's seed.
 
     Args:
-        out: the new checkpoint's directory.
-        recipe: by default that of the shipped checkpoint.
-        questions: how many held-out texts of each skill to ask in the end.
+        out: directory of the new checkpoint.
+        recipe: how to train; by default as the shipped checkpoint was trained.
+        questions: held-out texts of each skill in the final exam; an eighth of them for skills with long texts.
         every: steps between two points of the curve.
     """
     record = make(out, recipe, questions, every)

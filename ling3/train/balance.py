@@ -5,7 +5,7 @@ An expert's bias takes part only in the choice of experts, so no gradient reache
     bias += u · sign(mean load - load)
 
 where `load` is the expert's share of all choices. This is sign descent on `load - mean load`: during training the
-router reports that difference as the gradient of its bias, and the optimizer treats biases apart from weights.
+router reports that difference as the gradient of its bias, and the optimizer updates biases separately from weights.
 """
 
 import equinox as eqx
@@ -33,7 +33,7 @@ class BalancedRouter(eqx.Module):
 
 
 def excess_load(chosen: Int32[Array, "tokens top_k"], experts: int) -> Float[Array, " experts"]:
-    """Each expert's share of the choices minus the fair share `1 / experts`; the sum is 0."""
+    """Each expert's share of the choices minus the mean share `1 / experts`; these sum to 0."""
     counts = jnp.zeros(experts, jnp.float32).at[chosen].add(1.0)
     return counts / chosen.size - 1.0 / experts
 
@@ -61,18 +61,18 @@ _report.defvjp(_report_forward, _report_backward)
 
 
 def _routers(model: PyTree) -> list:
-    """The routers that have a bias."""
+    """The routers that have a bias, wrapped or not."""
     gates = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
     return [gate for gate in gates if not isinstance(gate, Router) or gate.expert_bias is not None]
 
 
 def balanced(model: CausalLM) -> CausalLM:
-    """The model with each router wrapped in a `BalancedRouter`; the logits are the same."""
+    """The model with each router that has a bias wrapped in a `BalancedRouter`; the logits are the same."""
     return eqx.tree_at(_routers, model, replace_fn=BalancedRouter) if _routers(model) else model
 
 
 def plain(model: CausalLM) -> CausalLM:
-    """Undoes `balanced`: a plain model with the same weights."""
+    """Undoes `balanced`: the model with its routers unwrapped."""
     routers = [gate.router for gate in _routers(model) if isinstance(gate, BalancedRouter)]
     return eqx.tree_at(_routers, model, routers) if routers else model
 

@@ -1,9 +1,8 @@
-"""Training over several devices (FSDP): each has a part of the weights, of the optimizer's state and of the batch.
+"""Training over several devices (FSDP): weights, optimizer state and the batch are sharded.
 
-The step stays the program of one device, over arrays that are cut; XLA divides the work and finds what the devices
-exchange (GSPMD, arXiv 2105.04663). What is fixed here is where arrays lie, and that the weights of a layer are whole
-only while the layer runs: gathered for its forward pass, dropped, and gathered again for its backward pass (ZeRO stage
-3, arXiv 1910.02054).
+The training step is written as for one device; XLA partitions it and inserts the collectives (GSPMD, arXiv
+2105.04663). This file only says how arrays are sharded, and that a layer's weights are all-gathered while the layer
+runs: for its forward pass, then dropped, and again for its backward pass (ZeRO stage 3, arXiv 1910.02054).
 """
 
 import dataclasses
@@ -25,19 +24,18 @@ from ling3.ops import experts
 _Tree = TypeVar("_Tree")
 
 DIVISIBLE = Execution(experts=experts.dense_experts)
-"""How the step runs on a mesh: on forms that XLA can divide by the rows of a batch, and no kernel in C++.
+"""The execution of the step on a mesh: operators that XLA can partition along the batch, and no C++ kernels.
 
-Every expert runs on every token, as in the gradient of other forms too; to sort tokens by expert, each device would
-need the tokens of all.
+Every expert runs on every token: to sort tokens by expert, each device would need the tokens of all devices.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """A mesh, and the `axis` of it along which arrays are cut; along others, devices have the same.
+    """A mesh, and its `axis` along which arrays are sharded; along other axes they are replicated.
 
-    The rule: an array is cut along the largest of its dimensions that the axis's size divides (the first of equals),
-    and lies whole on every device if there is none. So the optimizer's state lies as the weights that it is of.
+    An array is sharded in its largest dimension that the axis size divides (the first of equals), and replicated if
+    there is none. So optimizer state is sharded like the weights that it belongs to.
     """
 
     mesh: Mesh
@@ -51,27 +49,27 @@ class Fsdp:
 
     @property
     def devices(self) -> int:
-        """Among how many devices an array is divided."""
+        """The number of devices that share an array."""
         return self.mesh.shape[self.axis]
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Where an array of this shape is cut."""
+        """The PartitionSpec of an array of this shape."""
         fits = [axis for axis, size in enumerate(shape) if size % self.devices == 0]
         if not fits:
             return PartitionSpec()
         return PartitionSpec(*[None] * max(fits, key=lambda axis: shape[axis]), self.axis)
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Where an array of this shape lies, by the rule."""
+        """The NamedSharding of an array of this shape."""
         return NamedSharding(self.mesh, self.spec(shape))
 
     def place(self, tree: _Tree) -> _Tree:
-        """A copy of a tree, its arrays cut by the rule."""
+        """A copy of a tree with its arrays sharded."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(jax.device_put(arrays, self._shardings(arrays), may_alias=False), statics)
 
     def rows(self, batch: _Tree) -> _Tree:
-        """The arrays of a batch, their rows dealt to the devices. ValueError if they cannot be dealt evenly."""
+        """Shards the arrays of a batch by rows. Raises ValueError if `devices` does not divide their number."""
         count = jax.tree.leaves(batch)[0].shape[0]
         if count % self.devices:
             raise ValueError(
@@ -81,12 +79,12 @@ class Fsdp:
         return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(self.axis)))
 
     def settled(self, tree: _Tree) -> _Tree:
-        """A program's arrays, which lie by the rule from now on."""
+        """Constrains the arrays' sharding, inside jit."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(lax.with_sharding_constraint(arrays, self._shardings(arrays)), statics)
 
     def whole(self, tree: _Tree) -> _Tree:
-        """A program's arrays, whole on every device."""
+        """Replicates the arrays on every device, inside jit."""
         arrays, statics = eqx.partition(tree, eqx.is_array)
         return eqx.combine(lax.with_sharding_constraint(arrays, NamedSharding(self.mesh, PartitionSpec())), statics)
 
@@ -94,7 +92,7 @@ class Fsdp:
         return jax.tree.map(lambda x: self.sharding(x.shape), arrays)
 
     def gathering(self, model: CausalLM) -> CausalLM:
-        """A model of the same logits, for a program: each layer gathers its weights while it runs."""
+        """The same model for use inside jit: each layer gathers its weights while it runs; all else is replicated."""
         decoder = model.model
         outer = dataclasses.replace(model, model=dataclasses.replace(decoder, layers=()))
         layers = tuple(Gathered(layer, self) for layer in decoder.layers)
@@ -102,9 +100,9 @@ class Fsdp:
 
 
 class Gathered(eqx.Module):
-    """A layer whose weights are cut, and whole only while it runs.
+    """A layer whose weights are sharded, and gathered only while it runs.
 
-    From the forward pass its products with weights are kept; the backward pass computes the rest of the layer anew.
+    The forward pass saves the products with weights; the backward pass recomputes the rest of the layer.
     """
 
     layer: DecoderLayer
@@ -118,7 +116,7 @@ class Gathered(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
-        """The layer's output."""
+        """The layer's output and its new state."""
 
         @eqx.filter_checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         def run(layer, x, state, span):

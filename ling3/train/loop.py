@@ -1,4 +1,4 @@
-"""Training a model of any family on a stream of token batches: the loss, the optimizer, the step, the loop."""
+"""Trains a model of any family on a stream of token batches: loss, optimizer, step and loop."""
 
 import dataclasses
 import time
@@ -25,10 +25,10 @@ except ImportError as error:
 
 
 class Batch(eqx.Module):
-    """Sequences, and the weight of each token in the loss, as the target of the tokens before it."""
+    """Token sequences, with the weight of each token in the loss as a prediction target."""
 
     tokens: Int[Array, "batch seq"]
-    weights: Float[Array, "batch seq"]  # 0: not learned; the first token of a row is never a target
+    weights: Float[Array, "batch seq"]  # 0: not a target; the first token of a row never is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Optimization:
     """The optimizer: Muon or AdamW, with a warm-up and a cosine decay to zero, and a separate rate for expert biases.
 
     Muon (Jordan 2024; with the update size of Adam, arXiv 2502.16982) updates the matrices inside the layers, Adam the
-    rest. `weight_decay` applies to matrices alone; `clip` bounds the global norm of the gradient.
+    rest. `weight_decay` applies to Muon's matrices, or to all matrices with AdamW; `clip` bounds the gradient's norm.
     """
 
     steps: int
@@ -53,11 +53,11 @@ class Optimization:
             raise ValueError(f"warmup must be at least 0 and less than steps ({self.steps}), got {self.warmup}")
 
     def schedule(self) -> optax.Schedule:
-        """The learning rate of each step."""
+        """The learning rate as a function of the step."""
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup, self.steps)
 
     def transformation(self, model: CausalLM) -> optax.GradientTransformation:
-        """`method` for the weights; sign descent for the expert biases, whose gradient is a load (see `balance`)."""
+        """Applies `method` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`)."""
         rate, decay = self.schedule(), self.weight_decay
         if self.method == "muon":
             descent = optax.contrib.muon(
@@ -81,7 +81,7 @@ class Optimization:
 
 
 def _inner_matrices(weights: PyTree) -> PyTree:
-    """Muon's axes [out, in] for the matrices inside the layers; None for embeddings, convolutions and vectors."""
+    """Muon's axes [out, in] for matrices inside layers; None for embeddings, the head, convolutions and vectors."""
 
     def axes(path: tuple, weight: Float[Array, "..."]) -> optax.contrib.MuonDimensionNumbers | None:
         name = jax.tree_util.keystr(path)
@@ -93,7 +93,10 @@ def _inner_matrices(weights: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One point of the log: `tokens` counts all tokens so far, `loss` is the mean since the last point."""
+    """One point of the log: `tokens` counts all tokens so far, `loss` is the mean since the previous point.
+
+    `imbalance` is the largest |load - mean load| of any expert in the last step.
+    """
 
     step: int
     tokens: int
@@ -103,7 +106,7 @@ class Progress:
 
 
 def token_losses(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Array, "batch rest"]:
-    """-log p(token | tokens before it) of all tokens but the first of a row, in nats."""
+    """-log p(token | previous tokens) in nats, for all tokens but the first of each row."""
     logits = model(batch.tokens, execution)[:, :-1]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
 
@@ -116,7 +119,7 @@ def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None =
 
 
 def loss_and_gradient(model: CausalLM, batch: Batch, fsdp: Fsdp | None = None) -> tuple[Float[Scalar, ""], PyTree]:
-    """`next_token_loss` and its gradient; with `fsdp`, of a model and a batch that lie so, in a compiled program."""
+    """`next_token_loss` and its gradient; with `fsdp`, call it inside jit on a sharded model and batch."""
     if fsdp is None:
         return eqx.filter_value_and_grad(next_token_loss)(model, batch)
 
@@ -134,7 +137,7 @@ def _step(
     optimizer, batch, fsdp = fixed
     loss, gradient = loss_and_gradient(model, batch, fsdp)
     loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what optax is written for
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
         updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
     imbalance = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
     model = eqx.apply_updates(model, updates)
@@ -144,7 +147,7 @@ def _step(
 
 
 def first_state(optimizer: optax.GradientTransformation, model: CausalLM, fsdp: Fsdp | None = None) -> PyTree:
-    """The optimizer's state before the first step; with `fsdp`, no device ever has the whole of it."""
+    """The optimizer's state before the first step; with `fsdp` it is sharded from the start."""
     weights = eqx.filter(model, eqx.is_inexact_array)
     if fsdp is None:
         return optimizer.init(weights)
@@ -162,16 +165,16 @@ def train(
 ) -> CausalLM:
     """Trains a copy of `model`, in the model's dtype, for `optimization.steps` batches; deterministic.
 
-    With a `mesh`, weights, the optimizer's state and the rows of each batch are cut along its axis `data` (see `fsdp`),
-    and so is the result, which `save` and `ling3.mesh.place` take.
+    With a `mesh`, weights, optimizer state and the rows of each batch are sharded along its axis `data` (see `fsdp`).
+    The result is sharded too; `save` and `ling3.mesh.place` accept it.
 
     On a terminal a bar shows the steps and the loss. `report` is called every `every` steps and after the last, with a
-    `Progress` and the model so far, whose buffers the next step donates. Each new batch shape compiles a step. Raises
-    ValueError if `batches` runs out or if the rows of one cannot be dealt to the devices, and FloatingPointError if the
-    loss is not finite at a report.
+    `Progress` and the current model, whose buffers the next step donates. Each new batch shape compiles a step. Raises
+    ValueError if `batches` runs out or the devices do not divide the rows of one, and FloatingPointError if the loss is
+    not finite at a report.
     """
     fsdp, origin = None if mesh is None else Fsdp(mesh), model.origin
-    # The steps donate their arguments.
+    # A copy, because the steps donate their arguments.
     model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
     optimizer = optimization.transformation(model)
     state = first_state(optimizer, model, fsdp)

@@ -14,8 +14,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|role_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, END_OF_TURN, "<role>", "</role>", "<think>", "</think>")
 
-# An operator includes the blanks around it, and a full stop the blank before a number; one or two digits are a piece;
-# the rest is the usual split into words with their leading blank, punctuation, and white space.
+# An operator includes the blanks around it, and a full stop the blank before a number; digits are split into pieces of
+# one or two; the rest is split as usual into words with their leading blank, punctuation, and white space.
 PIECES = r" [-+×=] (?=[0-9])|\. (?=[0-9])|[0-9]{1,2}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s"
 
 CHAT_TEMPLATE = (
@@ -66,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:
-    """Writes the tokenizer's files and `generation_config.json`; `context` is the model's length in tokens."""
+    """Writes the tokenizer's files and `generation_config.json`; `context` is the model's context in tokens."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

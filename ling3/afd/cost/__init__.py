@@ -1,5 +1,5 @@
 """The cost of attention-FFN disaggregation, and when it pays: `model` has the bytes and operations of a decode step,
-`deployment` the times of its stages on devices, and `simulation` those of the operators' own schedulers."""
+`deployment` the times of its stages on devices, and `simulation` the step's time under the operators' schedulers."""
 
 from ling3.afd.cost.deployment import DecodeStep, Deployment, Filled, Stage, best, fullest, stages, step_time
 from ling3.afd.cost.model import Block, ModelCost, Reads, distinct

@@ -1,4 +1,4 @@
-"""Deployments of a model on devices, divided or not: the stages of a decode step, its time, and the best deployment."""
+"""Deployments of a model, divided into workers or not: the stages of a decode step, its time, the best deployment."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from ling3.mesh.chips import Hardware, Number, at_least, positive
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """How a model lies on devices.
+    """How a model is distributed over devices.
 
     Divided: A attention workers hold everything but the routed experts, and W other devices hold these. Undivided (the
-    peer): `attention_workers == ffn_workers == N` are the same devices, each with all attention weights, 1/N of the
-    experts and its own sequences, which exchange rows in all-to-alls. ValueError for counts below 1.
+    baseline): `attention_workers == ffn_workers == N` are the same devices; each has all attention weights, 1/N of the
+    experts and its own sequences, and rows are exchanged in all-to-alls. Raises ValueError for counts below 1.
     """
 
     attention_workers: int
@@ -34,7 +34,7 @@ class Deployment:
 
     @staticmethod
     def undivided(devices: int, hardware: Hardware) -> "Deployment":
-        """The peer, on so many devices."""
+        """The undivided baseline on N = `devices` devices."""
         return Deployment(devices, devices, hardware, hardware, divided=False)
 
     @property
@@ -48,8 +48,7 @@ class Deployment:
         return self.attention_workers * self.hardware.price + self.divided * self.ffn_workers * self.ffn_hardware.price
 
     def room(self, model: ModelCost) -> float:
-        """Bytes of an attention worker's memory for caches, or for them all where the cards have no room for experts:
-        negative if the weights do not fit."""
+        """Bytes for caches on each attention worker; negative if its weights do not fit, or a card's experts do not."""
         experts = len(model.blocks) * math.ceil(model.experts / self.ffn_workers) * model.expert_bytes
         if not self.divided:
             return self.hardware.memory - model.weights - experts
@@ -60,9 +59,9 @@ class Deployment:
 class DecodeStep:
     """One decode step: M micro-batches of `batch` sequences on each attention worker, with `context` tokens each.
 
-    `batch` may be an array; times are then arrays too. `once_per_card`: a card gets a token's row once for all its
-    experts, and sends one sum back, instead of a row for each (token, slot). The operators' windows have the latter.
-    ValueError for counts below 1.
+    `batch` may be an array; times are then arrays too. `token_dtype` is that of rows sent to the cards. With
+    `once_per_card`, a card gets a token's row once for all its experts and sends one sum back; otherwise, as in the
+    operators' windows, one row per (token, slot) each way. Raises ValueError for counts below 1.
     """
 
     context: int
@@ -82,10 +81,10 @@ class Stage:
 
     attention: Number
     experts: tuple[Number, ...]
-    """Of the cards, by how many sessions they serve at once, from 1 to A."""
+    """A card's times for serving 1 to A sessions at once."""
     out: Number
-    """That the link is taken by the rows of one session on their way to the cards, not counting `latency`; it is a
-    session's own link, or its share of the cards' links where that is slower."""
+    """How long one session's rows occupy the link to the cards, without `latency`: the session's link, or its share
+    of the cards' links if that is slower."""
     back: Number
     latency: float
 
@@ -94,21 +93,21 @@ class Stage:
 
     @property
     def round_trip(self) -> Number:
-        """Seconds of a micro-batch that waits for no other, its cards serving all sessions at once."""
+        """Seconds for a micro-batch that waits for no other, with cards that serve all sessions at once."""
         return self.attention + self.experts[-1] + self.out + self.back + 2 * self.latency
 
     def period(self, micro_batches: int, divided: bool = True) -> Number:
-        """Time per layer in a steady state with M micro-batches, whose cards serve all A sessions at once:
+        """Time per layer in a steady state with M micro-batches, with cards that serve all A sessions at once:
 
             divided    max(M·t_attention, M·t_experts, M·t_out, M·t_back, round trip)
             undivided  max(M·(t_attention + t_experts), M·(t_out + t_back), round trip)
 
-        Links are full duplex. A session sends on its link and receives on it, and a card answers on its own; a device
-        that is both sends its sequences' rows and its experts' answers the same way.
+        Links are full duplex. Divided, `out` and `back` use opposite directions of a link and overlap; undivided, every
+        device sends both its sequences' rows and its experts' answers, so the two add up.
 
-        With M = 1 it is the round trip, the sum of the stages; with more, the slowest resource, unless the round trip
-        is longer than what the others keep it busy. Undivided, M = 1 is a synchronous step, and M = 2 the overlap of
-        two half batches' computation and communication.
+        With M = 1 the period is the round trip, the sum of the stages; with more it is the time of the busiest
+        resource, unless the round trip is longer. Undivided, M = 1 is a synchronous step, and M = 2 overlaps the
+        computation and communication of two half batches.
         """
         at_least(1, micro_batches=micro_batches)
         both = np.maximum if divided else np.add
@@ -117,26 +116,26 @@ class Stage:
 
 
 def stages(model: ModelCost, work: DecodeStep, deployment: Deployment) -> tuple[Stage, ...]:
-    """The times of a micro-batch in each block, in order: what the simulation takes.
+    """The times of a micro-batch in each block, in order, as `simulate` takes them.
 
     A card has the share s = ⌈E/W⌉/E of the experts. Of T tokens it gets s·k·T rows, and touches s·distinct(T) experts:
     t_experts = max(those experts' bytes / bandwidth, rows·flop / peak). A session's link carries B·r slots each way and
-    a card's A·B·r/W, where r is k, or with `once_per_card` the W·(1 - (1 - 1/W)^k) cards that a token is for. Of the
-    undivided system's rows, one in N stays where it is.
+    a card's A·B·r/W. r is k, or with `once_per_card` W·(1 - (1 - 1/W)^k), the expected number of cards with experts of
+    a token. In the undivided system one row in N stays on its device.
     """
     known = dict(zip((block for block, _ in model.kinds), _stages(model, work, deployment, 1)))
     return tuple(known[block] for block in model.blocks)
 
 
 def step_time(model: ModelCost, work: DecodeStep, deployment: Deployment) -> Number:
-    """Seconds from one token of a sequence to its next: Σ over the blocks of their `Stage.period`."""
+    """Seconds from one token of a sequence to the next: Σ over the blocks of their `Stage.period`."""
     found = _stages(model, work, deployment, deployment.attention_workers)
     periods = (stage.period(work.micro_batches, deployment.divided) for stage in found)
     return sum(count * period for (_, count), period in zip(model.kinds, periods))
 
 
 def _stages(model: ModelCost, work: DecodeStep, deployment: Deployment, least: int) -> list[Stage]:
-    """Those of the model's kinds of blocks, with the times of cards that serve `least` sessions or more."""
+    """A `Stage` for each of the model's kinds of blocks, whose `experts` start at `least` sessions at once."""
     sessions, cards = deployment.attention_workers, deployment.ffn_workers
     share = math.ceil(model.experts / cards) / model.experts
     experts = []
@@ -157,28 +156,28 @@ def _stages(model: ModelCost, work: DecodeStep, deployment: Deployment, least: i
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """A deployment and the work that fills it."""
+    """A deployment, and the largest decode step that fits it."""
 
     deployment: Deployment
     work: DecodeStep
     step_time: float
     """Seconds per output token of a sequence."""
     throughput: float
-    """Output tokens per second, by the price of the devices."""
+    """Output tokens per second, divided by the price of the devices."""
 
 
 def fullest(model: ModelCost, work: DecodeStep, deployment: Deployment, limit: float = math.inf) -> Filled | None:
-    """`work` with the largest micro-batches whose caches fit and whose step takes at most `limit` seconds, if any do.
+    """`work` with the largest micro-batches whose caches fit and whose step takes at most `limit` seconds, if any.
 
-    More sequences never lower the throughput: every part of a step is the time of a bandwidth or of the peak, and grows
-    at most in proportion. So the largest batch is also the best one. ValueError for a limit of 0 or less.
+    More sequences never lower the throughput: every term of a step's time is set by a bandwidth or the peak, and grows
+    at most in proportion. So the largest batch is also the best one. Raises ValueError for a limit of 0 or less.
     """
     positive(limit=limit)
     low, high = 0, int(max(deployment.room(model), 0.0) / model.sequence(work.context)) // work.micro_batches
     while low < high:
         tried = np.unique(np.linspace(low + 1, high, 64).astype(int))
         fits = step_time(model, dataclasses.replace(work, batch=tried), deployment) <= limit
-        found = int(np.sum(fits))  # a longer step for a larger batch: the first ones fit
+        found = int(np.sum(fits))  # larger batches take longer, so those that fit come first
         low, high = (int(tried[found - 1]) if found else low), (int(tried[found]) - 1 if found < len(tried) else low)
         high = max(low, high)
     if not low:
@@ -197,7 +196,7 @@ def best(
     limit: float = math.inf,
     most_micro_batches: int = 4,
 ) -> Filled | None:
-    """The `fullest` of most throughput among the deployments, with 1 to `most_micro_batches`. None if nothing fits."""
+    """The `fullest` deployment of the highest throughput, with 1 to `most_micro_batches`; None if nothing fits."""
     filled = (
         fullest(model, dataclasses.replace(work, micro_batches=m), deployment, limit)
         for deployment in deployments

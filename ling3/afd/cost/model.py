@@ -1,7 +1,7 @@
-"""The cost of a decode step: an analytic model in bytes and operations, and of their time on a device.
+"""The cost of a decode step: an analytic model of its bytes and operations, and of their time on a device.
 
-Every time is a roofline: max(bytes / bandwidth, flop / peak), the peak being as good as reached, for the divided system
-and for the undivided one alike. Bytes come from the shapes of the model's own arrays and states.
+Every time is a roofline, max(bytes / bandwidth, flop / peak), which assumes that the peaks are reached, in the divided
+system and the undivided one alike. Bytes come from the shapes of the model's arrays and states.
 """
 
 import collections
@@ -29,7 +29,7 @@ from ling3.model import CausalLM, DecoderLayer, Mixer
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """The reads and operations of a decode step for each token of a sequence's context, of at most `most` tokens."""
+    """Bytes read and operations in a decode step for each token of a sequence's context, up to `most` tokens."""
 
     bytes: float
     flops: float
@@ -38,17 +38,17 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The work of an attention worker from one layer of experts to the next: once a micro-batch it reads `weights`.
+    """The work of an attention worker from one layer of experts to the next; reads `weights` once per micro-batch.
 
-    Dense layers belong to the block of the next layer with experts, the head to the first block, which comes after it.
+    Dense layers belong to the block of the next layer with experts, and the head to the first block, which runs next.
     """
 
     weights: float
     """Bytes."""
     flops: float
-    """Per sequence, whatever its context."""
+    """Operations per sequence that do not depend on its context."""
     moved: float
-    """Bytes per sequence, whatever its context: recurrent states, which are read and written."""
+    """Bytes per sequence that do not depend on its context: recurrent states, which are read and written."""
     reads: tuple[Reads, ...]
 
     def __add__(self, other: "Block") -> "Block":
@@ -56,7 +56,7 @@ class Block:
         return Block(*sums)
 
     def time(self, hardware: Hardware, batch: Number, context: float) -> Number:
-        """Of a micro-batch: max((weights + batch·(moved + Σ read)) / bandwidth, batch·flop / peak), in seconds."""
+        """Seconds for a micro-batch: max((weights + batch·(moved + Σ reads)) / bandwidth, batch·flop / peak)."""
         moved = self.moved + sum(read.bytes * min(context, read.most) for read in self.reads)
         flops = self.flops + sum(read.flops * min(context, read.most) for read in self.reads)
         return hardware.time(self.weights + batch * moved, batch * flops)
@@ -64,30 +64,30 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCost:
-    """A model as decoding sees it, in bytes and operations."""
+    """The costs of decoding with a model, in bytes and operations."""
 
     blocks: tuple[Block, ...]
     weights: float
-    """Bytes of everything but the routed experts: what every attention worker holds."""
+    """Bytes of all weights but the routed experts, which every attention worker holds."""
     hidden: int
     experts: int
-    """Routed ones of a layer."""
+    """The number of routed experts in a layer."""
     top_k: int
     expert_bytes: float
     expert_flops: float
-    """Of one expert for one token."""
+    """Operations of one expert for one token."""
     held: float
-    """Bytes of a sequence's memory, whatever its context."""
+    """Bytes of a sequence's states that do not depend on its context."""
     held_per_token: tuple[tuple[float, float], ...]
-    """More bytes per token, for at most so many tokens."""
+    """(bytes, most): the cache takes `bytes` per token of context, for at most `most` tokens."""
 
     @staticmethod
     def of(config: Any, *, weight_bytes: float = 2.0, expert_bytes: float = 2.0, packed: bool = False) -> "ModelCost":
-        """From the shapes of any family's model with routed experts; nothing is allocated.
+        """Computes the costs from the shapes of any family's model with routed experts; allocates nothing.
 
-        `weight_bytes` and `expert_bytes` are those of a number in a matrix outside and inside the routed experts
-        (norms, routers and the like stay float32), `packed` caches those of `ling3.ops.packed_kv`. Shared experts and
-        dense layers count with the attention. ValueError if there are no routed experts.
+        `weight_bytes` and `expert_bytes` are bytes per number of a matrix outside and inside the routed experts (norms,
+        routers and the like stay float32); `packed` means caches in the formats of `ling3.ops.packed_kv`. Shared
+        experts and dense layers count as attention. Raises ValueError if there are no routed experts.
         """
         positive(weight_bytes=weight_bytes, expert_bytes=expert_bytes)
         model = structure(in_floats(config), jnp.bfloat16)
@@ -118,21 +118,21 @@ class ModelCost:
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
-        """The different blocks, each with how often it comes."""
+        """The distinct blocks, each with its number of occurrences."""
         return tuple(collections.Counter(self.blocks).items())
 
     def sequence(self, context: float) -> float:
-        """Bytes of the memory of a sequence of `context` tokens."""
+        """Bytes of the states and caches of a sequence of `context` tokens."""
         return self.held + sum(size * min(context, most) for size, most in self.held_per_token)
 
 
 def distinct(experts: int, top_k: int, tokens: Number) -> Number:
-    """The expected number of experts that are touched: E·(1 - (1 - k/E)^T), if each token chooses k of E at random."""
+    """The expected number of distinct experts if T tokens each choose k of E at random: E·(1 - (1 - k/E)^T)."""
     return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
 
 
 def _blocks(model: CausalLM, states: tuple[State, ...], weight_bytes: float) -> tuple[list[Block], float]:
-    """The blocks of a model, and the bytes of its weights but for the routed experts."""
+    """The blocks of a model, and the bytes of all its weights but the routed experts."""
     memory, sizes = iter(states), functools.partial(_weights, weight_bytes=weight_bytes)
     blocks, waiting = [], []
     for layer in model.model.layers:
@@ -158,9 +158,9 @@ def _block(layer: DecoderLayer, state: State, weight_bytes: float) -> Block:
 
 
 def _memory(mixer: Mixer, state: State) -> tuple[float, float, tuple[Reads, ...]]:
-    """What a decode step does with one sequence's memory: bytes and flop in any case, and what each token adds.
+    """A decode step's work on one sequence's state: fixed bytes and operations, and the `Reads` per token of context.
 
-    Of mixers that are not known here only the bytes count: pages are read, what has a row per slot is read and written.
+    For mixers that are not known here only bytes count: pages are read, arrays with a row per slot read and written.
     """
     pages = pages_of(state)
     if isinstance(mixer, KDA):  # g, Sᵀk, S + k(…), Sᵀq
@@ -178,7 +178,7 @@ def _memory(mixer: Mixer, state: State) -> tuple[float, float, tuple[Reads, ...]
 
 
 def _of_csa(mixer: CSA, state: State) -> tuple[float, float, tuple[Reads, ...]]:
-    """The window's entries, all keys of the indexer, and of the compressed entries those that it chooses, or all.
+    """`_memory` of CSA: it reads the window, all indexer keys, and the chosen or all compressed entries.
 
     A compressor writes one row of its tail each step, and reads the tail when an entry is complete.
     """
@@ -199,7 +199,7 @@ def _of_csa(mixer: CSA, state: State) -> tuple[float, float, tuple[Reads, ...]]:
 
 
 def _weights(tree: Any, weight_bytes: float) -> float:
-    """Bytes of a tree's floating-point arrays, `weight_bytes` for each number that the structure has in bfloat16."""
+    """Bytes of a tree's floating-point arrays, with `weight_bytes` for each number that is bfloat16 in the tree."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return float(
         sum(leaf.size * (weight_bytes if leaf.dtype == jnp.bfloat16 else leaf.dtype.itemsize) for leaf in leaves)
@@ -211,7 +211,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _per_token(paged: Paged) -> float:
-    """Bytes of a token, of one page; packed entries without the padding of the page."""
+    """Bytes of a paged array per token; for packed entries, without the padding of pages."""
     if paged.packing is not None:
         return paged.packing.entry / paged.tokens
     return _bytes(paged) / paged.page_size

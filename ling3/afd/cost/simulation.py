@@ -1,8 +1,8 @@
-"""A discrete-event simulation of the handshake, in which the operators' own schedulers decide who runs next.
+"""A discrete-event simulation of the handshake, in which the operators' schedulers decide what runs next.
 
 Sessions and cards take the times of a `Stage`. Each card has an `FfnArea` and each session an `AttentionArea`, without
-payload (one token, with one slot for each card). A message raises a flag when it arrives, and an idle worker asks its
-scheduler.
+payload (one token, with one slot for each card). A message raises a flag when it arrives, and an idle worker then calls
+its scheduler.
 """
 
 import collections
@@ -30,7 +30,7 @@ _card_turn = jax.jit(ffn_worker_scheduler, static_argnames="sync_group_size")
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A worker at work, from `start` to `end`, in seconds."""
+    """A time in which a worker was busy, from `start` to `end`, in seconds."""
 
     worker: str
     """`session 0` …, `card 0` …."""
@@ -39,22 +39,22 @@ class Interval:
     step: int
     layer: int
     micro_batch: int
-    """Of the first of the `sessions`, if it is a card that took messages of several groups."""
+    """Step, layer and micro-batch are those of the first of `sessions`, if a card took messages of several groups."""
     sessions: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a simulation. Steps before the last ones, in which the pipeline fills, are not measured."""
+    """The result of a simulation. The first steps, in which the pipeline fills, are not measured."""
 
     step_time: float
-    """Seconds from one token of a sequence to its next."""
+    """Seconds from one token of a sequence to the next."""
     attention_utilisation: float
-    """The share of that time in which a session was at work, of all sessions."""
+    """The fraction of the measured time in which a session was busy, averaged over the sessions."""
     ffn_utilisation: float
-    """The same of the cards."""
+    """The same for the cards."""
     timeline: tuple[Interval, ...]
-    """Of all steps, in the order of their starts."""
+    """The intervals of all steps, ordered by their starts."""
 
 
 def simulate(
@@ -69,15 +69,15 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Outcome:
-    """Runs decode steps of A sessions with M micro-batches each, through layers with these times.
+    """Simulates decode steps of A sessions with M micro-batches each, through layers with the times `stages`.
 
-    A session computes a micro-batch's attention, and its link carries the rows to all cards, one micro-batch after the
-    other; they arrive `latency` later. A card that is idle takes what `ffn_worker_scheduler` gives it, and returns all
-    rows at once over the sessions' links. A session that is idle goes on with what `attention_worker_scheduler` says is
-    complete. Each time of a worker is multiplied by a number from the gamma distribution of mean 1 and standard
-    deviation `jitter`. The measurement is the mean over `steps` steps, between the first `warm` ones and a last one.
+    A session computes a micro-batch's attention, then its link carries the rows to all cards, one micro-batch after the
+    other; they arrive `latency` later. An idle card takes the messages that `ffn_worker_scheduler` gives it, and
+    returns all rows at once over the sessions' links. An idle session takes the micro-batch that
+    `attention_worker_scheduler` finds complete. Workers' times are multiplied by random numbers (gamma distribution of
+    mean 1, standard deviation `jitter`). Results are means over `steps` steps, after `warm` ones and before a last one.
 
-    ValueError for counts below 1, a negative jitter, and stages without times for A sessions.
+    Raises ValueError for counts below 1, a negative jitter, and stages without times for A sessions.
     """
     counts = {"attention_workers": attention_workers, "ffn_workers": ffn_workers, "micro_batches": micro_batches}
     at_least(1, **counts, stages=len(stages), steps=steps, warm=warm)
@@ -102,24 +102,24 @@ def simulate(
 
 
 _Worker = Generator[float | None, None, None]
-"""Gives the seconds after which it goes on; None where it waits for a message."""
+"""Yields the seconds after which it continues, or None if it waits for a message."""
 
 
-# Events are many: what comes in is checked by `simulate`, and not with each of them again.
+# `simulate` checks its arguments once; there are too many events to check each.
 
 
 class _Run:
-    """The windows of all workers, and the events, which at one time happen in the order in which they were planned."""
+    """The windows of all workers, and the queue of events; simultaneous ones happen in the order of their planning."""
 
     def __init__(
         self, stages: Sequence[Stage], sessions: int, cards: int, micro_batches: int, group: int | None, steps: int
     ) -> None:
         self.stages, self.group, self.steps = stages, group, steps
         self.shape = sessions, micro_batches, 1, cards
-        # Every micro-batch begins as one whose rows are back.
+        # At first every micro-batch is complete, as if its rows had just come back.
         self.flags = np.ones(self.shape, np.int32)
         self.info = np.zeros((cards, sessions, micro_batches, 2 + cards), np.int32)
-        self.blocks = [[0] * micro_batches for _ in range(sessions)]  # that each has gone through, in all steps
+        self.blocks = [[0] * micro_batches for _ in range(sessions)]  # done by each micro-batch, in all steps
         self.sessions = [self.session(a) for a in range(sessions)]
         self.cards = [self.card(w) for w in range(cards)]
         self.waiting: set[_Worker] = set()
@@ -148,17 +148,17 @@ class _Run:
             self.plan(self.now + seconds, self.go_on, worker)
 
     def wake(self, worker: _Worker) -> None:
-        """A worker that waits asks its scheduler, after everything else that arrives at this time."""
+        """Lets a waiting worker call its scheduler, after everything else that arrives at this time."""
         if worker in self.waiting:
             self.waiting.remove(worker)
             self.plan(self.now, self.go_on, worker)
 
     def place(self, session: int, micro_batch: int) -> tuple[int, int]:
-        """The step and the layer of a micro-batch."""
+        """The current step and layer of a micro-batch."""
         return divmod(self.blocks[session][micro_batch], len(self.stages))
 
     def work(self, worker: str, seconds: Number, taken: list[tuple[int, int]]) -> float:
-        """Notes a worker's work from now on, on micro-batches of sessions; how long it takes."""
+        """Records that a worker is busy from now on with `taken` (session, micro-batch); returns for how long."""
         seconds = float(seconds) * next(self.factors)
         served = tuple(session for session, _ in taken)
         self.timeline.append(
@@ -168,7 +168,7 @@ class _Run:
 
     def session(self, number: int) -> _Worker:
         """An attention worker, whose rows go over its link to all cards."""
-        area, sent = AttentionArea.empty(*self.shape[1:], ALIGNMENT), 0.0  # until when the link is taken
+        area, sent = AttentionArea.empty(*self.shape[1:], ALIGNMENT), 0.0  # when the link is free again
         while True:
             area, ready = _session_turn(dataclasses.replace(area, token_info=self.flags[number]))
             self.flags[number] = area.token_info
@@ -184,14 +184,14 @@ class _Run:
             yield 0.0
 
     def received(self, card: int, session: int, micro_batch: int) -> None:
-        """Data before flag; expert w lies on card w."""
+        """Writes a message that arrives into the card's window; expert w is on card w."""
         window = self.info[card, session, micro_batch]
         assert window[0] == 0, "a message that was not taken is overwritten"
         window[:] = [1, self.place(session, micro_batch)[1], *range(len(self.cards))]
         self.wake(self.cards[card])
 
     def card(self, number: int) -> _Worker:
-        """An FFN worker, whose rows go back to each session over that one's own link."""
+        """An FFN worker, whose rows go back to each session over that session's link."""
         area, links = FfnArea.empty(*self.shape, ALIGNMENT), [0.0] * self.shape[0]
         while True:
             area = _card_turn(dataclasses.replace(area, token_info=self.info[number]), self.group)
@@ -228,7 +228,7 @@ class _Run:
 
 
 def _factors(jitter: float, seed: int) -> Iterator[float]:
-    """Of mean 1 and standard deviation `jitter`: the gamma distribution of shape 1/jitter² and scale jitter²."""
+    """Random factors of mean 1 and standard deviation `jitter`: gamma of shape 1/jitter² and scale jitter²."""
     draws = np.random.default_rng(seed)
     while True:
         yield from (draws.gamma(jitter**-2, jitter**2, 1024) if jitter else np.ones(1024)).tolist()

@@ -40,15 +40,15 @@ class FfnBatch:
     token_ids: jax.Array
     """int32 [Y]: its token within the micro-batch."""
     expert_offsets: jax.Array
-    """int32 [Y]: its place among the rows of its expert, from 0."""
+    """int32 [Y]: its index among the rows of its expert."""
     topk_slots: jax.Array
-    """int32 [Y]: its slot among those of the token."""
+    """int32 [Y]: its slot among the token's K1."""
     dynamic_scale: jax.Array
     """float32 [Y]: the scale of int8 rows; [0] for other dtypes."""
     group_list: jax.Array
     """int32 [expert_num, 2], int64 in 64-bit mode: [expert, rows] for each expert with rows, ascending; then [0, 0]."""
     actual_token_num: jax.Array
-    """int32, int64 in 64-bit mode: n, how many rows there are."""
+    """int32, int64 in 64-bit mode: n, the number of rows."""
 
 
 @no_type_check
@@ -61,17 +61,17 @@ def ffn_worker_batching(
     need_schedule: int = 0,
     layer_num: int = 0,
 ) -> tuple[FfnBatch, FfnArea]:
-    """The rows of the messages that were scheduled, sorted by expert, and the area.
+    """Sorts the rows of the scheduled messages by expert. Returns the batch and the area.
 
-    The rows are the slots (o, t, k) of o < min(out_num, A) whose expert id, session and micro-batch, and with layers
-    the layer id, are in range; all others are dropped. They are sorted by expert, then by (o·BS + t)·K1 + k. With
+    A row is a slot (o, t, k) of message o < min(out_num, A) whose expert id, session and micro-batch, and with layers
+    the layer id, are in range; other slots are dropped. Rows are sorted by expert, then by (o·BS + t)·K1 + k. With
     layer_num = 0 an id is the expert; otherwise the expert is layer·E + id, with E = expert_num / layer_num.
 
     `expert_num` counts this card's experts of all layers. `max_out_shape` is (A, BS, K1, H): upper bounds for the
-    area's sizes, whose product Y is the number of rows of the output, and the hidden size. With need_schedule = 1
-    `ffn_worker_scheduler` runs first; otherwise the area is returned as it is. Keywords are static.
+    area's sizes, whose product Y is the number of output rows, and the hidden size. With need_schedule = 1
+    `ffn_worker_scheduler` runs first; otherwise the area is returned unchanged. Keywords are static.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     window = checked(area, FfnArea, "area")
     expert_num = limits.integer("expert_num", expert_num, 1, limits.EXPERTS)
@@ -88,15 +88,15 @@ def ffn_worker_batching(
 
 @no_type_check
 def ffn_worker_scheduler(area: FfnArea, sync_group_size: int | None = None) -> FfnArea:
-    """Takes the messages that are complete, for groups of `sync_group_size` consecutive sessions (None: all A).
+    """Takes the messages that are complete, in groups of `sync_group_size` consecutive sessions (None: all A).
 
-    One group takes micro-batch m = polling_index if the flags of all its sessions are 1, and polling_index becomes
-    (m+1) % M. Of several groups each takes the lowest micro-batch for which its flags are all 1, and polling_index
-    stays. A message (a, m) that was taken, in the order of a, is the next entry of layer_ids, session_ids,
-    micro_batch_ids and expert_ids; then its expert ids become EMPTY and its flag 0. `out_num` is how many were taken.
-    Nothing waits: if nothing is complete, out_num is 0.
+    A single group takes micro-batch m = polling_index if the flags of all its sessions are 1; polling_index then
+    becomes (m+1) % M. With several groups, each takes the lowest micro-batch for which its flags are all 1, and
+    polling_index stays. Each message (a, m) that is taken, in the order of a, becomes the next entry of layer_ids,
+    session_ids, micro_batch_ids and expert_ids; in the window its expert ids become EMPTY and its flag 0. `out_num` is
+    the number of messages taken, 0 if none is complete: the function does not wait.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     area = checked(area, FfnArea, "area")
     sessions = area.token_data.shape[0]
@@ -108,7 +108,7 @@ def ffn_worker_scheduler(area: FfnArea, sync_group_size: int | None = None) -> F
 
 @no_type_check
 def _checked_max_out_shape(shape, area) -> tuple[int, int]:
-    """Y and H."""
+    """Y and H of `max_out_shape`, checked against the limits and the area."""
     if not isinstance(shape, tuple | list) or len(shape) != 4:
         raise ValueError(f"max_out_shape is {shape!r}, expected (A, BS, K1, H)")
     most = (limits.SESSIONS, limits.LARGEST, limits.SLOTS, limits.LARGEST)
@@ -167,7 +167,7 @@ def _batched(area: FfnArea, expert_num: int, layer_num: int, token_dtype: int, r
     )
 
 
-# Of the first four dimensions one, and of a slot's bytes the first ones.
+# Gathers one index of each of the first four dimensions, and the first bytes of a slot.
 _SLOTS_READ = lax.GatherDimensionNumbers((1,), (0, 1, 2, 3), (0, 1, 2, 3))
 
 
@@ -192,7 +192,7 @@ def _scheduled(area: FfnArea, group: int) -> FfnArea:
     taken, micro_batch = jnp.repeat(found, group), jnp.repeat(first, group)
     session = jnp.arange(sessions, dtype=jnp.int32)
     message = area.token_info[session, micro_batch]
-    # Out of range, and so dropped, for a message that is not taken.
+    # Messages that are not taken get an index that is out of range, which is dropped.
     entry = jnp.where(taken, jnp.cumsum(taken, dtype=jnp.int32) - 1, sessions)
     source = jnp.where(taken, micro_batch, micro_batches)
     read = message.at[:, 2:].set(EMPTY).at[:, 0].set(0)

@@ -1,7 +1,7 @@
-"""The limits of AFD, and the checks of arguments against them.
+"""The limits of the AFD operators, and the checks of arguments against them.
 
-Each check raises a ValueError that names the argument or field, also while a program is traced. The public operators
-are therefore `no_type_check`: the package's type checker would raise a TypeCheckError before them.
+Each check raises a ValueError that names the argument or field, also under tracing. The public operators are therefore
+`no_type_check`: otherwise the package's type checker would raise a TypeCheckError first.
 """
 
 import operator
@@ -17,18 +17,18 @@ SESSIONS = 1024
 MICRO_BATCHES = 64
 TOP_K = 64
 SLOTS = TOP_K + 1
-"""Of a token: its top-k and the shared experts."""
+"""Slots of a token: its top-k and the shared experts."""
 EXPERTS = 8192
-"""Of a card, all layers together."""
+"""Experts of a card, over all layers."""
 LARGEST = 2**31 - 1
 """The largest int32."""
 ALIGNMENT = 512
-"""The bytes of a slot are a multiple of it."""
+"""The bytes of a slot are a multiple of this."""
 
 
 @no_type_check
 def integer(name, value, least, most=LARGEST) -> int:
-    """A static integer in [least, most]."""
+    """`value` as a static int; raises ValueError unless it is in [least, most]."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} is traced, expected a static int: name it in jax.jit's static_argnames")
     try:
@@ -43,7 +43,7 @@ def integer(name, value, least, most=LARGEST) -> int:
 
 @no_type_check
 def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array | np.ndarray | np.generic:
-    """An int32 scalar, from a Python int too. If it is not traced, it must be in [least, most]."""
+    """`value`, which may be a Python int, as an int32 scalar; unless traced, it must be in [least, most]."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return np.int32(integer(name, value, least, most))
     # A Python int becomes a weakly typed int64 under jit in 64-bit mode.
@@ -56,9 +56,9 @@ def scalar(name, value, least=-LARGEST - 1, most=LARGEST) -> jax.Array | np.ndar
 
 @no_type_check
 def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.Array | np.ndarray | np.generic:
-    """An array of this dtype, of any of a tuple of them, or (None) of any floating one of whole bytes.
+    """`value`, if it has this shape and dtype: one dtype, any of a tuple, or for None any floating one of full bytes.
 
-    A str in the shape is the name of a free dimension.
+    A str in `shape` names a dimension of any size.
     """
     axes = ", ".join(map(str, shape))
     dtypes = () if dtype is None else tuple(map(jnp.dtype, dtype if isinstance(dtype, tuple) else (dtype,)))
@@ -78,7 +78,7 @@ def array(name, value, dtype, shape: Sequence[int | str], why: str = "") -> jax.
 
 @no_type_check
 def float_dtype(name, dtype) -> np.dtype:
-    """A floating dtype of whole bytes, float64 in 64-bit mode only."""
+    """`dtype`, if it is a floating one of at least 8 bits; float64 in 64-bit mode only."""
     try:
         found = None if dtype is None else jnp.dtype(dtype)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Experts' outputs on their way back: `ffn_to_attention` writes them into a session's window, which waits until a
+"""Experts' outputs on their way back: `ffn_to_attention` writes them into a session's window; the session polls until a
 micro-batch is complete (`attention_worker_scheduler`, CANN's AttentionWorkerScheduler) and sums its slots
 (`attention_worker_combine`, CANN's AttentionWorkerCombine)."""
 
@@ -22,11 +22,11 @@ from ling3.afd.operators.windows import AttentionArea, check_holds, checked, fro
 def ffn_to_attention(attn: AttentionArea, x: jax.Array, out: FfnBatch, *, session_id: Any) -> AttentionArea:
     """Writes the rows of one session into its window: x[j] to token_data[m, t, k], then flag 1.
 
-    `x` [Y, H] of any floating dtype are the experts' outputs for the rows of `out`, and j counts the first
-    `actual_token_num` rows whose session id is `session_id`; m, t, k are micro_batch_ids, token_ids and topk_slots.
-    Rows whose place is not in the window are dropped.
+    `x` [Y, H], of any floating dtype, has the experts' outputs for the rows of `out`. j runs over the rows below
+    `actual_token_num` whose session id is `session_id`; m, t and k are row j's micro_batch_ids, token_ids and
+    topk_slots. Rows with indices outside the window are dropped.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     attn = checked(attn, AttentionArea, "attn")
     x = limits.array("x", x, None, ("Y", "H"))
@@ -45,11 +45,11 @@ def ffn_to_attention(attn: AttentionArea, x: jax.Array, out: FfnBatch, *, sessio
 
 @no_type_check
 def attention_worker_scheduler(attn: AttentionArea) -> tuple[AttentionArea, jax.Array]:
-    """Takes the next micro-batch, m = (micro_batch_id+1) % M, if it is complete; the area, and whether it was.
+    """Takes the next micro-batch, m = (micro_batch_id+1) % M, if complete; returns the area and whether it was.
 
     It is complete if all its BS·K1 flags are 1. Then they become 0 and micro_batch_id becomes m.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     return _completed_next(checked(attn, AttentionArea, "attn"))
 
@@ -64,16 +64,16 @@ def attention_worker_combine(
     dtype: DTypeLike,
     need_schedule: int = 0,
 ) -> tuple[jax.Array, jax.Array, AttentionArea]:
-    """y [BS, hidden_size], the next layer's id and the area, of micro-batch m = micro_batch_id:
+    """Combines micro-batch m = micro_batch_id. Returns y [BS, hidden_size], the next layer's id and the area.
 
         y[t] = Σ_{k<K} expert_scales[t, k]·token[m, t, k] + Σ_{K<=k<K1} token[m, t, k]
 
-    The slots hold numbers of `dtype`, and expert_scales has the shape [BS, K]. The sum is in float32, from 0 on in the
-    order of the slots and each product rounded; then it is cast to `dtype`. With need_schedule = 1 the scheduler runs
-    first; if nothing is complete, y is 0, and layer_id and the area stay. A CPU computes with 0 for numbers below
-    2^-126.
+    The slots hold numbers of `dtype`, and expert_scales has the shape [BS, K]. The sum is in float32, from 0 in the
+    order of the slots with each product rounded, and then cast to `dtype`. With need_schedule = 1 the scheduler
+    runs first; if nothing is complete, y is 0, and layer_id and the area are unchanged. A CPU flushes numbers below
+    2^-126 to 0.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     attn = checked(attn, AttentionArea, "attn")
     _, tokens, slots, _ = attn.token_data.shape
@@ -104,8 +104,8 @@ def _returned(
     rows = jnp.arange(len(x), dtype=jnp.int32)
     own = (rows < number.astype(jnp.int32)) & (session_ids == session_id)
     where = jnp.stack([micro_batch_ids, token_ids, topk_slots], axis=1)
-    where = jnp.where(own[:, None], where, -1)  # out of range here, unlike in `jnp.ndarray.at`
-    # The row of each slot, -1 for none, and the last one of several.
+    where = jnp.where(own[:, None], where, -1)  # here -1 is out of range, unlike in `jnp.ndarray.at`
+    # The row for each slot: -1 if there is none, the last one if there are several.
     row = lax.scatter_max(jnp.full_like(attn.token_info, -1), where, rows, _ROWS_WRITTEN, mode="drop")
     written, data = row >= 0, to_bytes(x)
     data = jnp.where(written[..., None], data.at[row].get(mode="clip"), attn.token_data[..., : data.shape[1]])
@@ -122,7 +122,7 @@ _ROWS_WRITTEN = lax.ScatterDimensionNumbers((), (0, 1, 2), (0, 1, 2))
 @jax.jit
 def _completed_next(attn: AttentionArea) -> tuple[AttentionArea, Bool[Array, ""]]:
     micro_batches = attn.token_info.shape[0]
-    following = (attn.micro_batch_id % micro_batches + 1) % micro_batches  # the first remainder is for 2^31-1
+    following = (attn.micro_batch_id % micro_batches + 1) % micro_batches  # the first % prevents an overflow at 2^31-1
     own = lax.dynamic_index_in_dim(attn.token_info, following, keepdims=False)
     ready = jnp.all(own == 1)
     flags = lax.dynamic_update_index_in_dim(attn.token_info, jnp.where(ready, 0, own), following, 0)
@@ -145,7 +145,7 @@ def _combined(
     scale = jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, token.shape[0] - scales.shape[1])), constant_values=1.0)
     zeros = jnp.zeros_like(token[0])
 
-    # A product is added in the turn after its own: within one, XLA would contract the two to a fused multiply-add.
+    # A product is added one iteration later: within one, XLA would contract both to a fused multiply-add.
     def add(sums, slot):
         total, product = sums
         return (total + product, slot[0] * slot[1]), None

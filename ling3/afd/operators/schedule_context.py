@@ -1,7 +1,7 @@
-"""ScheduleContext: the 1,024 bytes with which CANN's AFD operators tell a worker its sizes, buffers and progress.
+"""ScheduleContext: the 1,024-byte structure of CANN's AFD operators with a worker's sizes, buffers and progress.
 
-Numbers are little-endian. Bytes without a meaning are the fields `reserve0`, … of the structure in CANN's page on
-FfnWorkerBatching, so that reading and writing changes no byte. Addresses (`…_buf`) are numbers and are never followed.
+Numbers are little-endian. Reserved bytes are the fields `reserve0`, …, as in CANN's page on FfnWorkerBatching, so that
+reading and writing the structure changes no byte. Addresses (`…_buf`) are numbers that are never dereferenced.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ from typing import Any, Self, no_type_check
 
 from ling3.afd.operators import limits
 
-# The package's type checker would look at `__init__` before `__post_init__` and raise another error.
+# Not type-checked: the package's checker would raise another error in `__init__`, before `__post_init__` runs.
 
 
 @no_type_check
 def _field(form: str) -> Any:
-    """A field in the notation of `struct`: I and i for 32 bits, Q for 64, `96s` for so many reserved bytes."""
+    """A field in the notation of `struct`: I and i for 32 bits, Q for 64, `96s` for 96 reserved bytes."""
     reserved = form.endswith("s")
     default = bytes(struct.calcsize(form)) if reserved else 0
     return dataclasses.field(default=default, metadata={"format": form}, repr=not reserved)
@@ -30,7 +30,7 @@ def _area(field: dataclasses.Field) -> Any:
 @no_type_check
 @dataclasses.dataclass(frozen=True)
 class _Area:
-    """A part of the structure, whose fields lie in it in order and without gaps."""
+    """A part of the structure: its fields, in order and without gaps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -38,13 +38,13 @@ class _Area:
 
     @classmethod
     def layout(cls) -> struct.Struct:
-        """How the fields lie in bytes."""
+        """The binary layout of the fields."""
         forms = (field.metadata.get("format") or f"{_area(field).layout().size}s" for field in dataclasses.fields(cls))
         return struct.Struct("<" + "".join(forms))
 
     @classmethod
     def from_bytes(cls, b: Any) -> Self:
-        """The area in its bytes, or in an array of so many. ValueError for any other length."""
+        """The area from its bytes, or from an array of that size. Raises ValueError for any other length."""
         layout = cls.layout()
         try:
             data = b.tobytes() if hasattr(b, "tobytes") else bytes(memoryview(b))
@@ -56,7 +56,7 @@ class _Area:
         return cls(*(area.from_bytes(value) if area else value for area, value in zip(areas, layout.unpack(data))))
 
     def to_bytes(self) -> bytes:
-        """The bytes, the reserved ones as they were read."""
+        """The area's bytes; reserved ones are as they were read."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return self.layout().pack(*(value.to_bytes() if isinstance(value, _Area) else value for value in values))
 
@@ -67,15 +67,15 @@ class CommonArea(_Area):
     """Sizes that sessions and cards share, in bytes [0, 128)."""
 
     session_num: int = _field("I")
-    """A."""
+    """A, the number of sessions."""
     micro_batch_num: int = _field("I")
-    """M."""
+    """M, for each session."""
     micro_batch_size: int = _field("I")
-    """BS."""
+    """BS, the tokens of a micro-batch."""
     selected_expert_num: int = _field("I")
-    """K1: the top-k and the shared experts."""
+    """K1, the slots of a token: the top-k and the shared experts."""
     expert_num: int = _field("I")
-    """Of a layer."""
+    """The number of experts in a layer."""
     attn_to_ffn_token_size: int = _field("I")
     """Bytes of a slot in a card's window, a multiple of 512."""
     ffn_to_attn_token_size: int = _field("I")
@@ -88,10 +88,10 @@ class CommonArea(_Area):
 @no_type_check
 @dataclasses.dataclass(frozen=True)
 class ControlArea(_Area):
-    """The flags that stop the loops, in bytes [128, 256)."""
+    """The flag that stops the loops, in bytes [128, 256)."""
 
     run_flag: int = _field("i")
-    """1 while workers run; at 0 every loop that waits ends."""
+    """1 while workers run; 0 ends every waiting loop."""
     reserve1: bytes = _field("124s")
 
 
@@ -112,7 +112,7 @@ class AttentionContext(_Area):
 @no_type_check
 @dataclasses.dataclass(frozen=True)
 class FfnContext(_Area):
-    """A card's window, progress and what it took last, in bytes [384, 640)."""
+    """A card's window, progress and the messages that it took last, in bytes [384, 640)."""
 
     token_info_buf: int = _field("Q")
     token_info_buf_size: int = _field("Q")
@@ -130,16 +130,16 @@ class FfnContext(_Area):
     expert_ids_buf: int = _field("Q")
     expert_ids_buf_size: int = _field("Q")
     out_num: int = _field("I")
-    """How many sessions were taken."""
+    """The number of messages taken, at most one per session."""
     reserve4: bytes = _field("60s")
 
 
 @no_type_check
 @dataclasses.dataclass(frozen=True)
 class ScheduleContext(_Area):
-    """The whole structure. `dataclasses.replace` changes a field, of it or of one of its parts.
+    """The complete structure. `dataclasses.replace` changes a field of it or of one of its parts.
 
-    ValueError, which names the field, for a value that a field cannot hold.
+    Raises ValueError, naming the field, for a value that a field cannot hold.
     """
 
     common: CommonArea = dataclasses.field(default_factory=CommonArea)
@@ -151,7 +151,7 @@ class ScheduleContext(_Area):
 
 @no_type_check
 def _checked(value: Any, field: dataclasses.Field) -> Any:
-    """A field's value: an area, bytes or an int."""
+    """A field's value (an area, bytes or an int), if the field can hold it."""
     name, area = field.name, _area(field)
     if area:
         if not isinstance(value, area):

@@ -1,5 +1,5 @@
-"""A session's micro-batch on its way to the cards: `attention_to_ffn`, and `complete_unrouted`
-for the slots that are for no card."""
+"""A session's micro-batch on its way to the cards: `attention_to_ffn` sends it to a card, and `complete_unrouted`
+completes the slots that go to no card."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from ling3.afd.operators.windows import (
 )
 
 QUANTIZED = 127.0
-"""The int8 number of the largest |x| of a token."""
+"""The int8 value to which a token's largest |x| is scaled."""
 
 
 @no_type_check
@@ -43,25 +43,25 @@ def attention_to_ffn(
     sync_flag: int = 0,
     active_mask: jax.Array | None = None,
 ) -> tuple[FfnArea, jax.Array]:
-    """Writes one micro-batch of a session into the window of card `rank`; the area, and whether it was written.
+    """Writes one micro-batch of a session into the window of card `rank`. Returns the area, and whether it was written.
 
-    Slot k < K of token t is for expert expert_ids[t, k] of [BS, K]; an id outside of [0, moe_expert_num) is for no
+    Slot k < K of token t is for expert expert_ids[t, k], of [BS, K]; an id outside of [0, moe_expert_num) goes to no
     card. Slot K + i is for the shared expert moe_expert_num + i. Row e of `expert_rank_table` is
-    [count, rank_0, id_0, rank_1, id_1, …]: expert e is on card rank_r under id_r, with r = session_id % count. A count
-    or a rank without meaning is that of an expert on no card.
+    [count, rank_0, id_0, rank_1, id_1, …]: expert e has `count` replicas, of which this session uses number
+    r = session_id % count, on card rank_r under id_r. An expert with an invalid count or rank is on no card.
 
-    Each slot of an active token that goes to `rank` gets the bits of x[t], of x [BS, H], and its id. At last the
-    message gets the layer id and flag 1; with sync_flag = 1 only if a slot went to this card. While the flag of the
-    previous message is 1, nothing is written and the second result is False. It is False too for a traced session_id
-    or micro_batch_id out of range; otherwise it is True.
+    Each slot of an active token that goes to `rank` gets the bits of x[t], of x [BS, H], and the id. Last, the message
+    gets the layer id and flag 1; with sync_flag = 1 only if a slot goes to this card. While the flag of the previous
+    message is 1, nothing is written and the second result is False. It is also False for a traced session_id or
+    micro_batch_id out of range; otherwise it is True.
 
     x is float16 for token_dtype 0 and bfloat16 for 1. For 2 it has any floating dtype and is quantized in float32:
-    scale = max|x|/127 and q = round(x/scale), ties to even. A token of zeros has scale 0, and one with NaN or infinity
-    has that as its scale and q = 0. A CPU computes with 0 for numbers below 2^-126.
+    scale = max|x|/127 and q = round(x/scale), ties to even. A token of zeros has scale 0; one with NaN or infinity has
+    that as its scale and q = 0. A CPU flushes numbers below 2^-126 to 0.
 
-    Of `active_mask`, bool [BS], the True ones come first; None is all True.
+    The True values of `active_mask`, bool [BS], must come first; None means that all tokens are active.
 
-    Raises a ValueError that names the argument or the field for whatever is outside of the limits.
+    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     area = checked(area, FfnArea, "area")
     sessions, micro_batches, tokens, slots, _ = area.token_data.shape
@@ -93,10 +93,10 @@ def complete_unrouted(
     moe_expert_num: int,
     active_mask: jax.Array | None = None,
 ) -> AttentionArea:
-    """Clears the slots of a micro-batch that `attention_to_ffn` sends to no card, and raises their flags.
+    """Sets the slots of a micro-batch that `attention_to_ffn` sends to no card to 0, and their flags to 1.
 
-    No card answers them, and the session would wait for ever. Arguments are those of `attention_to_ffn`. A traced
-    micro_batch_id out of range changes nothing.
+    No card answers them, so the session would wait for them forever. The arguments are those of `attention_to_ffn`. A
+    traced micro_batch_id out of range changes nothing.
     """
     attn = checked(attn, AttentionArea, "attn")
     micro_batches, tokens, slots, _ = attn.token_data.shape
@@ -108,7 +108,7 @@ def complete_unrouted(
 
 @no_type_check
 def check_top_k(name, top_k, slots) -> None:
-    """ValueError unless a token can have so many chosen experts."""
+    """Raises ValueError unless `slots` have room for `top_k` experts."""
     most = min(slots, limits.TOP_K)
     if top_k > most:
         raise ValueError(
@@ -118,7 +118,7 @@ def check_top_k(name, top_k, slots) -> None:
 
 @no_type_check
 def _routed(session_id, tokens, slots, expert_ids, expert_rank_table, moe_expert_num, active_mask):
-    """The card of each slot of a micro-batch of this size, -1 for none, and the expert's id there."""
+    """The card of each slot of a micro-batch, -1 for none, and the expert's id there; checks the arguments."""
     expert_ids = limits.array("expert_ids", expert_ids, jnp.int32, (tokens, "K"), f" with {tokens} tokens")
     top_k = expert_ids.shape[1]
     check_top_k("expert_ids", top_k, slots)
@@ -138,7 +138,7 @@ def _routed(session_id, tokens, slots, expert_ids, expert_rank_table, moe_expert
     return _routes(session_id, expert_ids, table, active, moe_expert_num, slots)
 
 
-# The operators' bodies are programs of their own, so that they run as one program eagerly too.
+# The operators' bodies are jitted, so that each runs as one program eagerly too.
 
 
 @functools.partial(jax.jit, static_argnames=("token_dtype", "sync_flag"))
@@ -214,7 +214,7 @@ def _routes(
 
 
 def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array, "tokens payload"]:
-    """The bytes of a slot."""
+    """The bytes that go into a token's slots."""
     if token_dtype < 2:
         return to_bytes(x)
     q, scale = _quantized(x.astype(jnp.float32))
@@ -222,11 +222,11 @@ def _payload(x: Float[Array, "tokens hidden"], token_dtype: int) -> UInt8[Array,
 
 
 def _quantized(x: Float32[Array, "tokens hidden"]) -> tuple[Int8[Array, "tokens hidden"], Float32[Array, "tokens 1"]]:
-    # The largest bits of |x| are those of the largest |x| or of a NaN, which `jnp.max` may lose on a CPU.
+    # As integers, the bits of |x| are ordered as |x|, with NaN above all; `jnp.max` may lose a NaN on a CPU.
     bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
     top = lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
     # XLA would multiply by the reciprocal of a constant or of a broadcast divisor, which rounds twice. Adding 0·x makes
-    # the divisor neither, and changes no finite number's quotient.
+    # the divisor neither of the two, and changes no finite number's quotient.
     scale = top / (QUANTIZED + 0.0 * jnp.where(jnp.isfinite(top), top, 0.0))
     scale = jnp.where(jnp.isnan(scale), jnp.nan, scale)
     q = jnp.round(x / (jnp.where(scale == 0, 1.0, scale) + 0.0 * x))

@@ -7,7 +7,7 @@ the layout of a slot depends on `token_dtype`:
     0: H float16      1: H bfloat16      2: H int8, then at byte H one float32, their scale
 
 Numbers are little-endian. Float32 is sent unrounded as 2H float16: operators move a slot's bits as integers, since a
-select or a gather of floating numbers may change a NaN.
+select or a gather of floating-point numbers may change a NaN.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jaxtyping import Bool, Int32, Shaped, UInt8
 from ling3.afd.operators import limits
 
 EMPTY = 2**31 - 1
-"""The id of no expert, and any other id that was not written yet."""
+"""The expert id that means no expert, and the value of all ids before they are written."""
 TOKEN_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
 SCALE = 4
-"""Bytes of the scale of int8 numbers."""
+"""Bytes of the float32 scale behind int8 numbers."""
 
-# The dimensions of `token_data`; a session's has no `sessions`.
+# The largest dimensions of `token_data`; in a session's window there is no `sessions`.
 _MOST = {
     "sessions": limits.SESSIONS,
     "micro_batches": limits.MICRO_BATCHES,
@@ -37,16 +37,16 @@ _MOST = {
 }
 
 
-# Areas are checked where they are used, by `checked`: JAX builds them of other things than arrays too.
+# Areas are not type-checked, as JAX also builds them from other things than arrays; operators call `checked`.
 
 
 @no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FfnArea:
-    """A card's window and what its scheduler took from it, for A sessions of M micro-batches of BS tokens of K1 slots.
+    """A card's window, and the messages that its scheduler took from it last. Operators return a new area.
 
-    Operators return a new area.
+    It is for A sessions with M micro-batches each, of BS tokens with K1 slots each.
     """
 
     token_info: Array
@@ -54,7 +54,7 @@ class FfnArea:
     token_data: Array
     """uint8 [A, M, BS, K1, HS]: the slots."""
     polling_index: Array
-    """int32: the micro-batch that is next, where all sessions are scheduled together."""
+    """int32: the micro-batch that is scheduled next, if all sessions are one group."""
     layer_ids: Array
     """int32 [A]: the layer of each message that was taken."""
     session_ids: Array
@@ -68,9 +68,9 @@ class FfnArea:
 
     @staticmethod
     def empty(sessions: int, micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "FfnArea":
-        """An area before the first message: flags 0, ids `EMPTY`. ValueError for a size beyond the limits."""
+        """An area before the first message: flags 0, ids `EMPTY`. Raises ValueError for a size beyond the limits."""
         shape = _checked_sizes((sessions, micro_batches, tokens, slots, slot_bytes))
-        # Every field has an array of its own, so that an area can be donated.
+        # No two fields share an array, so that an area can be donated.
         fields = {name: jnp.full(own, EMPTY if own else 0, jnp.int32) for name, own in _ffn_shapes(*shape).items()}
         fields["token_info"] = fields["token_info"].at[:, :, 0].set(0)
         return FfnArea(token_data=jnp.zeros(shape, jnp.uint8), **fields)
@@ -80,7 +80,7 @@ class FfnArea:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionArea:
-    """One session's window, for M micro-batches of BS tokens of K1 slots. Operators return a new area."""
+    """One session's window: M micro-batches of BS tokens with K1 slots each. Operators return a new area."""
 
     token_info: Array
     """int32 [M, BS, K1]: a flag for each slot (1: written)."""
@@ -91,7 +91,7 @@ class AttentionArea:
 
     @staticmethod
     def empty(micro_batches: int, tokens: int, slots: int, slot_bytes: int) -> "AttentionArea":
-        """An area before the first message: flags 0, micro_batch_id M-1. ValueError for a size beyond the limits."""
+        """An area before the first message: flags 0, micro_batch_id M-1. Raises ValueError for invalid sizes."""
         shape = _checked_sizes((micro_batches, tokens, slots, slot_bytes))
         last = jnp.asarray(shape[0] - 1, jnp.int32)
         return AttentionArea(jnp.zeros(shape[:3], jnp.int32), jnp.zeros(shape, jnp.uint8), last)
@@ -99,7 +99,7 @@ class AttentionArea:
 
 @no_type_check
 def slot_bytes(hidden: int, token_dtype: int) -> int:
-    """HS: the bytes of a slot of `hidden` numbers, the least multiple of 512."""
+    """HS: the bytes of a slot for `hidden` numbers, rounded up to a multiple of 512."""
     size = token_bytes(limits.integer("hidden", hidden, 1), limits.integer("token_dtype", token_dtype, 0, 2))
     return -(-size // limits.ALIGNMENT) * limits.ALIGNMENT
 
@@ -110,12 +110,12 @@ def token_bytes(hidden: int, token_dtype: int) -> int:
 
 
 def to_bytes(x: Shaped[Array, "*batch channels"]) -> UInt8[Array, "*batch bytes"]:
-    """The bits of numbers of whole bytes."""
+    """The bytes of numbers, without changing a bit."""
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
 
 
 def from_bytes(data: UInt8[Array, "*batch bytes"], dtype: jnp.dtype) -> Shaped[Array, "*batch channels"]:
-    """Reads bytes as numbers of a dtype with the same bits."""
+    """The numbers of a dtype in bytes: undoes `to_bytes`."""
     if dtype.itemsize > 1:
         data = data.reshape(*data.shape[:-1], -1, dtype.itemsize)
     return lax.bitcast_convert_type(data, dtype)
@@ -128,7 +128,7 @@ def within(ids: Int32[Array, "*shape"], number: int) -> Bool[Array, "*shape"]:
 
 @no_type_check
 def checked(area, kind: type, name: str):
-    """The area of this kind with scalars as int32. ValueError for another type and for a field outside the limits."""
+    """The area, with scalars as int32. Raises ValueError unless it is a `kind`, and for a field outside the limits."""
     if not isinstance(area, kind):
         raise ValueError(f"{name} is a {type(area).__name__}, expected an {kind.__name__}")
     axes = ("A", "M", "BS", "K1", "HS")
@@ -138,7 +138,7 @@ def checked(area, kind: type, name: str):
     fields = {}
     for field, shape in shapes.items():
         value = getattr(area, field)
-        # Of a NumPy scalar the dtype counts, as under jit; only Python's int has none.
+        # The dtype of a NumPy scalar is checked, as under jit; a Python int has none.
         if shape or isinstance(value, np.generic):
             limits.array(field, value, jnp.int32, shape, f" with token_data of shape {data.shape}")
         fields[field] = value if shape else limits.scalar(field, value)
@@ -147,7 +147,7 @@ def checked(area, kind: type, name: str):
 
 @no_type_check
 def check_holds(area, size: int, what: str) -> None:
-    """ValueError unless a slot of the area has `size` bytes."""
+    """Raises ValueError unless a slot of the area has room for `size` bytes."""
     held = area.token_data.shape[-1]
     if size > held:
         raise ValueError(f"token_data has slots of {held} bytes, expected at least {size} for {what}")
@@ -163,7 +163,7 @@ def _ffn_shapes(sessions, micro_batches, tokens, slots, _):
 
 @no_type_check
 def _checked_sizes(shape, of: str = "") -> tuple[int, ...]:
-    """The shape of `token_data`. ValueError for a dimension beyond the limits."""
+    """The shape of `token_data`. Raises ValueError for a dimension beyond the limits."""
     names = list(_MOST)[-len(shape) :]
     shape = tuple(limits.integer(of + name, size, 1, _MOST[name]) for name, size in zip(names, shape))
     if shape[-1] % limits.ALIGNMENT:

@@ -1,4 +1,4 @@
-"""The operators' forms for CPUs: kernels in C++, and what XLA's CPU backend runs faster than the plain forms."""
+"""The operators' forms for CPUs: C++ kernels, and forms that XLA's CPU backend runs faster than the plain ones."""
 
 from ling3.ops.cpu import absorption, attention, experts, kda, matmul, products, rows
 

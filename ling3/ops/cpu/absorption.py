@@ -1,6 +1,6 @@
-"""MLA's products between a head's channels and the latents on a CPU, by the kernels in `attention.cc`.
+"""MLA's absorbed products on a CPU, by the C++ kernels in `attention.cc`.
 
-They copy no weights, and a row's bits are its own; rows of zeros cost nothing.
+They copy no weights, a row's result is bitwise independent of the other rows, and rows of zeros cost nothing.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ling3.runtime import native
 def unsuited(
     x: Float[Array, "batch heads inner"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
 ) -> str | None:
-    """Why the kernels do not run: they are missing, or the model is a toy or has other dtypes."""
+    """Why the kernels do not run, or None: they are missing, or the dtypes do not suit, or the latent is small."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or sums != "float32":
         return (
             f"x is {x.dtype}, the matrix {weight.dtype} and sums {sums}; the kernel sums float32 or bfloat16 in float32"
@@ -33,7 +33,7 @@ def unsuited(
 def latent_queries(
     q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
-    """Computes `absorption.latent_queries` by the kernel in C++."""
+    """Computes `absorption.latent_queries` with the C++ kernel, where it suits."""
     if not runs("latent_queries", unsuited(q, weight, sums)):
         return absorption.latent_queries(q, weight, sums)
     return _queries(q, weight)
@@ -45,7 +45,7 @@ def latent_values(
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
-    """Computes `absorption.latent_values` by the kernel in C++."""
+    """Computes `absorption.latent_values` with the C++ kernel, where it suits."""
     if not runs("latent_values", unsuited(summed, weight, sums)):
         return absorption.latent_values(summed, weight, value, sums)
     return _values(value, summed, weight)
@@ -84,7 +84,7 @@ def _per_head(
     count: int,
     outer: int,
 ) -> Float32[Array, "batch heads {outer}"]:
-    """The results of a handler for each head's numbers, with `count` rows of its own from the row `first` on."""
+    """Calls the kernel `handler`, which uses rows [first, first + count) of each head's part of `weight`."""
     shape = jax.ShapeDtypeStruct((*x.shape[:2], outer), jnp.float32)
     call = jax.ffi.ffi_call(native.target(attention.SOURCE, handler), shape, vmap_method="sequential")
     return call(x, weight, first=np.int64(first), count=np.int64(count))

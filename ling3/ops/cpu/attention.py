@@ -1,8 +1,8 @@
-"""Attention over pages on a CPU, by a kernel in C++ (`attention.cc`) that reads entries in place.
+"""Attention over pages on a CPU, by a C++ kernel (`attention.cc`) that reads entries in place.
 
-XLA copies a row's pages, splits the copy into keys and values of each head, writes all scores to memory several times,
-and does so for whole pages, however little of them is seen. At 32 rows of a few tokens each, a decode step took a
-quarter of its time for that.
+XLA copies a row's pages, splits the copy into each head's keys and values, and writes all scores to memory several
+times, for full pages even if few of their entries are used. With 32 rows of a few tokens each, this took a quarter of
+a decode step.
 """
 
 import pathlib
@@ -20,9 +20,9 @@ from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 256
-"""Numbers of an entry below which compiling the kernel takes longer than it saves."""
+"""Entry size, in numbers, below which compiling the kernel takes longer than it saves."""
 MOST = 8
-"""Queries in bfloat16 that share a latent above which XLA is faster, which has the processor's own products."""
+"""Above this many bfloat16 queries per latent, XLA is faster: it uses the processor's bfloat16 instructions."""
 
 
 def unsuited(
@@ -30,7 +30,7 @@ def unsuited(
     pages: Float[Array, "pages page entry"],
     expansion: Expansion | PerHead | None,
 ) -> str | None:
-    """Why the kernel does not run: it is missing or slower, or entries are not keys and values themselves."""
+    """Why the kernel does not run, or None: it is missing or slower, or entries have to be expanded first."""
     if isinstance(expansion, Expansion):
         return "entries are expanded to keys and values"
     if pages.dtype != jnp.float32 or q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -51,7 +51,7 @@ def paged_attention(
     expansion: Expansion | PerHead | None = None,
     window: int | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """Computes `attention.paged_attention` by the kernel in C++."""
+    """Computes `attention.paged_attention` with the C++ kernel, where it suits."""
     if not runs("paged_attention", unsuited(q, pages, expansion)):
         return attention.paged_attention(q, row_positions, pages, table, length, expansion, window)
     assert not isinstance(expansion, Expansion), "that is unsuited"
@@ -65,7 +65,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """Computes `attention.latent_attention` by the kernel in C++."""
+    """Computes `attention.latent_attention` with the C++ kernel, where it suits."""
     if not runs("latent_attention", unsuited(q[:, None], pages, None)):
         return attention.latent_attention(q, row_positions, pages, table, length)
     return _over_pages(q[:, None], row_positions, pages, table, length, None, None)[:, 0]
@@ -80,7 +80,7 @@ def _over_pages(
     expansion: PerHead | None,
     window: int | None,
 ) -> Float32[Array, "batch heads rows value"]:
-    """The kernel's result. Sums are float32; a row's bits depend only on its own queries, entries and length."""
+    """Calls the kernel. Sums are float32; a row's result is bitwise independent of the other rows."""
     value = pages.shape[2] if expansion is None else expansion.value
     shape = jax.ShapeDtypeStruct((*q.shape[:3], value), jnp.float32)
     call = jax.ffi.ffi_call(native.target(SOURCE, "attention"), shape, vmap_method="sequential")

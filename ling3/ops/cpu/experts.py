@@ -1,4 +1,4 @@
-"""The routed experts on a CPU, by the kernels in `products.cc`, which read the chosen experts where they lie."""
+"""The routed experts on a CPU, by the C++ kernels in `products.cc`, which read the chosen experts in place."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -14,7 +14,7 @@ from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 xla_experts = differentiated_as_dense(blocks_of_experts, read=read)
-"""`experts.block_experts` with narrow weights read in a branch."""
+"""`experts.block_experts`, by XLA, with 16-bit and quantized weights read inside a branch (`cpu.rows.read`)."""
 
 
 def unsuited(
@@ -22,10 +22,10 @@ def unsuited(
     chosen: Int32[Array, "tokens top_k"],
     *stacks: Float[Array, "..."] | Quantized,
 ) -> str | None:
-    """Why the kernels do not run: they are missing or slower, or cannot read the stacks.
+    """Why the kernels do not run, or None: they are missing or slower, or cannot read the stacks.
 
-    In bfloat16 they are faster up to one row per expert on average. For more rows XLA uses the bfloat16 products that
-    some processors have; the bound was measured on one of those.
+    In bfloat16 they are faster up to one row per expert on average. For more rows XLA uses the bfloat16 instructions
+    that some processors have; the limit was measured on such a processor.
     """
     arrays = [arrays_of(stack) for stack in stacks]
     formats = {
@@ -56,7 +56,7 @@ def experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """Computes `experts.block_experts` by the kernels in C++."""
+    """Computes `experts.block_experts` with the C++ kernels, where they suit."""
     count, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, chosen, *stacks)):
         return xla_experts(x, chosen, weights, *stacks, swiglu, times, spread)

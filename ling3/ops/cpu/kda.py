@@ -1,7 +1,7 @@
-"""The KDA recurrence on a CPU, by a kernel in C++ (`kda.cc`) that updates each state where it lies.
+"""The KDA recurrence on a CPU, by a C++ kernel (`kda.cc`) that updates each state in place.
 
-XLA reads a state twice for every token and writes a new one beside it, also for rows of a call that have no token; by
-chunks it computes half as much again, in small products.
+XLA reads a state twice per token and writes a new copy, even for rows without a token. Chunk by chunk it does one and a
+half times the work, in small products.
 """
 
 import functools
@@ -23,7 +23,7 @@ LEAST = 2**18
 
 
 def unsuited(state: Float[Array, "batch heads key value"]) -> str | None:
-    """Why the kernel does not run: it is missing, or slower, as for small states."""
+    """Why the kernel does not run, or None: it is missing, or the state is small or not float32."""
     if state.dtype != jnp.float32:
         return f"the state is {state.dtype}, and the kernel's float32"
     if state.size * 4 < LEAST * state.shape[0]:
@@ -43,8 +43,8 @@ def _run(
 ) -> tuple[Float32[Array, "batch seq heads value"], Float32[Array, "batch heads key value"]]:
     """`kda.recurrent_kda`, with the derivative of `kda.chunk_kda`.
 
-    A head whose token has q, g and beta 0 reads nothing and changes nothing: its output is 0, and its state is not
-    touched. Bits of a row depend only on the row and its state, and not on how its tokens are cut into calls.
+    A head skips a token whose q, g and beta are 0, such as padding: the output is 0, and the state is not touched. A
+    row's result depends bitwise only on the row and its state, and not on how its tokens are split into calls.
     """
     shapes = (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(state.shape, jnp.float32))
     target = native.target(SOURCE, "kda_run")
@@ -69,7 +69,7 @@ def chunk_kda(
     lower_bound: float | None,
     chunk_size: int = 16,
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.chunk_kda` by the kernel: token by token, so that prefill has decode's bits."""
+    """`kda.chunk_kda` with the kernel, where it suits: token by token, so prefill equals decode bit for bit."""
     options = {"lower_bound": lower_bound, "chunk_size": chunk_size}
     if not runs("chunk_kda", unsuited(state)):
         return kda.chunk_kda(q, k, v, g, beta, state, **options)
@@ -84,7 +84,7 @@ def kda_step(
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """Computes `kda.kda_step` by the kernel in C++."""
+    """Computes `kda.kda_step` with the C++ kernel, where it suits."""
     if not runs("kda_step", unsuited(state)):
         return xla_kda_step(q, k, v, g, beta, state)
     q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
@@ -100,6 +100,6 @@ def xla_kda_step(
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step` with the factors of its state computed once: XLA would fuse them into the product."""
+    """`kda.kda_step` with a fusion barrier, without which XLA would recompute the factors inside the outer product."""
     o, *factors = kda.output_and_factors(q, k, v, g, beta, state)
     return o, kda.written(state, *lax.optimization_barrier(factors))

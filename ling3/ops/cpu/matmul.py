@@ -1,4 +1,4 @@
-"""The product with a weight matrix on a CPU, by the kernels in C++, or in the form that XLA's CPU backend runs fast."""
+"""x Wᵀ on a CPU, by the C++ kernels or in the form that XLA's CPU backend runs fast."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from ling3.ops.precision import Accumulation, Wide, exact
 from ling3.ops.quantized import Quantized, constant
 
 FEW_ROWS = 32
-"""Rows of x up to which XLA computes (W xᵀ)ᵀ."""
+"""Up to this many rows of x, XLA computes (W xᵀ)ᵀ instead."""
 
 
 def unsuited(
@@ -24,7 +24,7 @@ def unsuited(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> str | None:
-    """Why the kernels do not run: they are missing, or cannot read the matrix, or it is small or one of a stack."""
+    """Why the kernels do not run, or None: they are missing or cannot read the matrix, or it is small or a stack."""
     if sums != "float32":
         return f"sums are {sums}, and the kernel's float32"
     if weight.ndim != 2:
@@ -39,7 +39,7 @@ def product(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "*stack rows outer"]:
-    """`matmul.product` by the kernels, in which a row's bits are the same for every number of rows."""
+    """`matmul.product` with the kernels, where they suit: a row's bits are then the same for any number of rows."""
     if isinstance(weight, Quantized) and weight.ndim > 2:
         return lax.map(lambda own: product(own[1], own[0], sums), (weight, x))
     if runs("product", unsuited(x, weight, sums)):
@@ -60,10 +60,10 @@ def xla_product(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "*stack rows outer"]:
-    """`matmul.product` by XLA alone, which repacks the right side of a product for every call.
+    """`matmul.product` by XLA alone, which repacks the right operand of a product in every call.
 
-    Few rows are computed as (W xᵀ)ᵀ, as the weight is by far the larger side. A row's bits then depend on the number
-    of rows, but not on the other rows' values.
+    With few rows it computes (W xᵀ)ᵀ, so that it repacks x and not the much larger weight. A row's result then depends
+    bitwise on the number of rows, but not on the other rows' values.
     """
     if isinstance(weight, Quantized):
         return decoded_product(x, weight, functools.partial(in_blocks, functools.partial(_by_xla, sums=sums)))
@@ -78,7 +78,7 @@ def _by_xla(
         return _by_xla(jnp.concatenate([x, x], axis=-2), weight, sums)[..., :1, :]
     if not 1 < rows <= FEW_ROWS:
         return matmul.matmul_transposed(x, weight, sums)
-    # Without the barrier XLA would fold the transposition into the product and put the weight on its right again.
+    # Without the barrier XLA would fold the transposition into the product, with the weight as right operand again.
     return jnp.swapaxes(lax.optimization_barrier(dot(weight, x, x.dtype, sums)), -1, -2)
 
 
@@ -111,7 +111,7 @@ def _decoded(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array,
 
 
 def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """dx Wᵀ in the plain form. `constant` has seen to it that the matrix has no tangent."""
+    """dx Wᵀ in the plain form. The matrix has no tangent: `constant` raises TypeError for one."""
     (x, matrix), (dx, _) = primals, tangents
     y = _decoded(x, matrix)
     zero = jax.custom_derivatives.SymbolicZero
@@ -122,5 +122,5 @@ _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
 
 
 def arrays_of(matrix: Float[Array, "..."] | Quantized) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]:
-    """A matrix's numbers and scales, as the kernels take them; an array has no scales."""
+    """A matrix's stored numbers and its scales, as the kernels take them; for an array, itself and None."""
     return matrix.arrays if isinstance(matrix, Quantized) else (matrix, None)

@@ -1,8 +1,8 @@
-"""x Wᵀ and the experts' rows on a CPU, with matrices in any format, by kernels in C++ (`products.cc`).
+"""x Wᵀ and the experts' rows on a CPU, with matrices in any format, by C++ kernels (`products.cc`).
 
 They read a matrix once, as it is stored, and decode it in registers: a product with few rows takes little longer than
-reading so many bytes. XLA reads a bfloat16 matrix at a third of that pace, packs one anew for each call with more
-than 32 rows, writes and reads the numbers of 8 and 4 bits in float32 first, and copies an expert's weights before it
+reading the matrix from memory. XLA reads a bfloat16 matrix at a third of that speed, repacks it in each call with more
+than 32 rows, first writes 8-bit and 4-bit weights to memory in float32, and copies an expert's weights before it
 multiplies by them.
 """
 
@@ -19,17 +19,17 @@ from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = {"dense": 2**21, "quantized": 2**18, "experts": 2**24}
-"""Bytes of a matrix, or of a stack, below which a call costs more than it saves, or compiling the kernels takes longer.
+"""Bytes below which calling or compiling the kernels costs more than it saves.
 
-Of a matrix in floats, of any in fewer bits, and of a layer's experts in floats."""
+Of a float matrix, of a quantized matrix or stack, and of a float stack of experts."""
 STEP, APART = 128, 16
-"""The kernels lay out a row of x in a multiple of so many numbers, and so many numbers from the next one."""
+"""The kernels pad a row of x to a multiple of STEP numbers, and leave APART more before the next row."""
 FLOATS = (jnp.float32, jnp.bfloat16)
 
 Arrays = tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]
 """A matrix's numbers `[*stack, outer, stored]`, in float32, bfloat16, float8_e4m3fn, packed int32 or packed uint8.
 
-And its scales; floats have none."""
+The second element is its scales, or None for float32 and bfloat16."""
 
 
 def unsuited(
@@ -39,11 +39,11 @@ def unsuited(
     inner: int,
     least: int,
 ) -> str | None:
-    """Why the kernels do not run: they are missing, or cannot read the matrix, or it has less than `least` bytes.
+    """Why the kernels do not run, or None: they are missing, cannot read the matrix, or it has less than `least` bytes.
 
-    x is float32 or bfloat16, and has the dtype of a matrix in floats; groups are of 32, 64, 128, … numbers or whole
-    rows. `inner` is how many numbers a row of the matrix has. x need not have as many: of experts' three stacks the
-    last is multiplied with what the others give.
+    x must be float32 or bfloat16, and in the matrix's dtype if that is not quantized; a scale must cover 32, 64, 128, …
+    numbers or a full row. `inner` is the number of columns of W, which may differ from x's: the last of the experts'
+    three stacks is multiplied by the result of the others, not by x.
     """
     if x.dtype not in FLOATS:
         return f"x is {x.dtype}, and the kernel takes float32 and bfloat16"
@@ -59,12 +59,12 @@ def unsuited(
 def _is_readable(
     numbers: Shaped[Array, "*stack outer stored"], scale: Shaped[Array, "*stack scales groups"], inner: int
 ) -> bool:
-    """True for groups that the kernels know."""
-    if numbers.dtype != jnp.int32:  # FP8 and MXFP4 have one size of block each
+    """True if the kernels support the scales' groups and dtype."""
+    if numbers.dtype != jnp.int32:  # FP8 and MXFP4 have one block size each
         return True
     groups = scale.shape[-1]
     group, rest = divmod(inner, groups)
-    # A word has all numbers of a shorter row, and its size does not tell 4 bits from 8.
+    # The kernels tell 4 bits from 8 by the bytes of a row, which are ambiguous for fewer than 8 numbers.
     known = inner >= 8 and scale.dtype in (*FLOATS, jnp.float16)
     return known and (groups == 1 or (rest == 0 and group >= 32 and group & (group - 1) == 0))
 
@@ -74,9 +74,9 @@ def product(
     numbers: Shaped[Array, "outer stored"],
     scale: Shaped[Array, "scales groups"] | None = None,
 ) -> Float32[Array, "rows outer"]:
-    """x Wᵀ where it is not `unsuited`, summed in float32. A row's bits depend only on its own values and the matrix.
+    """x Wᵀ, summed in float32, for inputs that are not `unsuited`. A row's result is bitwise independent of the others.
 
-    Rows of zeros, as padding is, have zeros and cost nothing; the numbers of W are finite.
+    Rows of zeros, such as padding, give zeros at almost no cost; W must be finite.
     """
     name = native.target(SOURCE, "product", _macro(scale))
     rows, inner = x.shape
@@ -94,12 +94,11 @@ def expert_rows(
     down: Arrays,
     swiglu: SwiGLU,
 ) -> Float32[Array, "rows hidden"]:
-    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert, where no stack is `unsuited` and all
-    have one format; zeros for no expert.
+    """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros for rows without one.
 
-    `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
-    Sums are in float32; between the two products a row has x's dtype. A row's bits depend only on its own values and
-    its expert's weights.
+    No stack may be `unsuited`, and all must have one format. `order` has the rows sorted by expert, rows without one
+    last; expert e has `counts[e]` rows from `starts[e]` on. Sums are in float32; between the two products a row has x's
+    dtype. A row's result is bitwise independent of the other rows.
     """
     name = native.target(SOURCE, "experts", _macro(gate[1]))
     (tokens, hidden), rows, intermediate = x.shape, order.shape[0], gate[0].shape[1]
@@ -111,17 +110,17 @@ def expert_rows(
 
 
 def _macro(scale: Array | None) -> str:
-    """The compiler's flags for kernels of matrices with such scales; none for floats."""
+    """The macro that compiles the kernels for quantized matrices; empty for float matrices."""
     return "" if scale is None else "QUANTIZED"
 
 
 def _laid(rows: int, inner: int) -> jax.ShapeDtypeStruct:
-    """The kernel's copy of rows, in the order in which it decodes."""
+    """The shape of the kernel's copy of x's rows, which it lays out in the order in which it decodes W."""
     return jax.ShapeDtypeStruct((rows, -(-inner // STEP) * STEP + APART), jnp.float32)
 
 
 def _bytes(scale: Shaped[Array, "*stack scales groups"] | None) -> Shaped[Array, "..."]:
-    """Scales, powers of two as the bytes that they are, and nothing for none."""
+    """Scales as the kernels take them: powers of two (E8M0) as bytes, and an empty array for None."""
     if scale is None:
         return jnp.zeros(0, jnp.uint8)
     return lax.bitcast_convert_type(scale, jnp.uint8) if scale.dtype == jnp.float8_e8m0fnu else scale

@@ -1,7 +1,7 @@
-"""Rows of an array by their indices on a CPU.
+"""Gathering rows of an array by index on a CPU.
 
-XLA gathers number by number, at a tenth of the memory's pace, and also for out-of-range indices; a kernel
-in C++ (`rows.cc`) copies those in use alone.
+XLA gathers number by number, at a tenth of the memory's speed, and also for out-of-range indices; a C++ kernel
+(`rows.cc`) copies only the rows in range.
 """
 
 import pathlib
@@ -19,19 +19,19 @@ from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 2**20
-"""Bytes of the rows below which compiling the kernel takes longer than it saves."""
+"""Bytes of all the rows below which compiling the kernel takes longer than it saves."""
 T = TypeVar("T")
 
 
 def unsuited(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> str | None:
-    """Why the kernel does not run: it is missing, or the rows have less than `LEAST` bytes."""
+    """Why the kernel does not run, or None: it is missing, or the rows have less than `LEAST` bytes."""
     if x.size == 0 or rows.shape[0] * (x.nbytes // x.shape[0]) < LEAST:
         return f"the rows are empty or have less than {LEAST:,} bytes"
     return native.missing(SOURCE)
 
 
 def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
-    """Computes `rows.take_rows` by the kernel in C++."""
+    """Computes `rows.take_rows` with the C++ kernel, where it suits."""
     if not runs("take_rows", unsuited(x, rows)):
         return plain.take_rows(x, rows)
     shape = jax.ShapeDtypeStruct((rows.shape[0], *x.shape[1:]), x.dtype)
@@ -39,10 +39,10 @@ def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Sh
 
 
 def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
-    """`rows.read` in a branch, which is always taken and which XLA hoists nothing out of.
+    """`rows.read` inside a branch that is always taken, and out of which XLA hoists nothing.
 
-    XLA would read a row of a bfloat16 array by converting the whole array to float32 and indexing the result; it would
-    hoist the conversion out of a loop and keep it in memory.
+    XLA reads a row of a bfloat16 array by converting the array to float32 and indexing the result. It would hoist this
+    conversion out of a loop and keep its result in memory.
     """
     if jnp.dtype(dtype).itemsize >= 4:
         return read()

@@ -1,4 +1,4 @@
-"""The operators' forms for GPUs: kernels in Pallas, for Triton."""
+"""The operators' forms for GPUs: Pallas kernels, compiled by Triton."""
 
 from ling3.ops.gpu import attention, experts, kda
 

@@ -1,4 +1,4 @@
-"""A decode step's attention over pages of latents as two kernels: one reads the cache in place, one adds up."""
+"""Decode attention over pages of latents in two kernels: one reads the cache in place, one combines the splits."""
 
 import functools
 import math
@@ -16,15 +16,15 @@ from ling3.ops.precision import Wide, exact, wide
 from ling3.runtime.interpreted import interpreted
 
 SPLIT = 256
-"""Positions per program: several programs share a long row. Fixed, so that sums have the same order at any length."""
+"""Positions per program; several programs share a long row. Fixed, so that sums have the same order at any length."""
 TILE = 64
-"""Positions that are read at a time, or fewer where a page holds no multiple of this."""
+"""Positions that are read at a time; fewer if a page is no multiple of this."""
 LEAST = 16
-"""Rows and columns of the smallest tile that matrix units multiply."""
+"""The smallest number of rows or columns of a tile that matrix units multiply."""
 
 
 def unsuited(q: Float[Array, "batch rows entry"], pages: Float[Array, "pages page entry"]) -> str | None:
-    """Why the kernel does not run: tiles do not fit pages, heads or entries, or numbers are float64."""
+    """Why the kernel does not run, or None: tiles do not fit the pages, heads or entries, or q is float64."""
     rows, entry = q.shape[1:]
     if pages.shape[1] % LEAST or entry % LEAST:
         return f"a page's positions or an entry's numbers are no multiple of {LEAST}"
@@ -40,7 +40,7 @@ def latent_attention(
     table: Int32[Array, "batch columns"],
     length: Int32[Array, " batch"],
 ) -> Wide[Array, "batch rows entry"]:
-    """Computes `attention.latent_attention` by the Pallas kernel."""
+    """Computes `attention.latent_attention` with the Pallas kernels, where they suit."""
     if not runs("latent_attention", unsuited(q, pages)):
         return attention.latent_attention(q, row_positions, pages, table, length)
     return fused_latent_attention(q, row_positions, pages, table, length, interpret=interpreted())
@@ -55,12 +55,12 @@ def fused_latent_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "batch rows entry"]:
-    """`attention.latent_attention`: softmax(q kᵀ) k over each row's own pages, float32 or wider. Not differentiable.
+    """`attention.latent_attention`: softmax(q kᵀ) k over each row's pages, float32 or wider. Not differentiable.
 
-    A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023), and
-    another kernel adds the splits up, relative to the largest score. Programs past a row's length write nothing, and
-    are not read. `rows` is a power of two on a GPU, and 16 of them fill its matrix hardware; `entry` is cut into powers
-    of two, 576 into 512 and 64. Raises ValueError for a page that holds no multiple of LEAST positions.
+    A program computes a running softmax over SPLIT positions of one row (as in Flash-Decoding, Dao et al. 2023); a
+    second kernel combines the splits, rescaled to the largest score. Programs past a row's length write nothing, and
+    their output is not read. On a GPU `rows` must be a power of two, and 16 of them fill its matrix units; `entry` is
+    split into powers of two, 576 into 512 and 64. Raises ValueError unless a page is a multiple of LEAST positions.
     """
     batch, rows, entry = q.shape
     page, columns = pages.shape[1], table.shape[1]
@@ -108,7 +108,7 @@ def fused_latent_attention(
 
 
 def _combined(top, total, sums, length, out):
-    """Some columns of one row's splits added up: top and total [splits, rows], sums [splits, rows, width]."""
+    """Combines some columns of one row's splits: top and total [splits, rows], sums [splits, rows, width]."""
 
     def add(i, carry):
         largest, weight, found = carry
@@ -123,7 +123,7 @@ def _combined(top, total, sums, length, out):
 
 
 def _program(parts, page, step, q, row_positions, pages, table, length, top, total, sums):
-    """SPLIT positions of one row: q [rows, entry], row_positions [rows]; the other arrays are whole."""
+    """SPLIT positions of one row: q [rows, entry], row_positions [rows]; pages and table are the full arrays."""
     row, split = pl.program_id(0), pl.program_id(1)
     rows, dtype = q.shape[0], top.dtype
     end, last = length[0], row_positions[...]
@@ -156,7 +156,7 @@ def _program(parts, page, step, q, row_positions, pages, table, length, top, tot
 
 
 def _product(x, y, inner):
-    """x times y over y's axis `inner`, summed in float32 or wider."""
+    """x times y, contracted over y's axis `inner` and summed in float32 or wider."""
     dimensions = (((1,), (inner,)), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=exact(x.dtype), preferred_element_type=wide(x.dtype))
 

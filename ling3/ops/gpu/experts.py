@@ -1,4 +1,4 @@
-"""The chosen experts' feed-forward as two kernels over blocks of rows: weights are read in place, where chosen."""
+"""The routed experts in two kernels over blocks of rows, which read only the chosen experts' weights, in place."""
 
 import functools
 
@@ -19,14 +19,14 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 from ling3.runtime.interpreted import interpreted
 
 TILES = ((32, 64, 128), (0, 16, 64))
-"""The rows and columns of a program's tile, from so many rows an expert on average. In bfloat16 a tile's size changes
-no bit, as was seen on an H200, so that it may depend on how many rows there are. Matrix units multiply at least 16."""
+"""(average rows per expert from which a tile is used, its rows, its columns). In bfloat16 the tile does not change the
+result bitwise, as observed on an H200, so it may depend on the number of rows. Matrix units multiply at least 16."""
 INNER = 64
-"""Products that are added to a sum at a time, in order; no sum is split between programs."""
+"""Products that are added to a sum at a time, in order. No sum is split between programs."""
 
 
 def unsuited(x: Float[Array, "tokens hidden"], *stacks: Float[Array, "..."] | Quantized) -> str | None:
-    """Why the kernels do not run: weights are quantized or of another dtype than x, or tiles do not fit their sizes."""
+    """Why the kernels do not run, or None: weights are quantized or not in x's dtype, or do not divide into tiles."""
     if any(isinstance(w, Quantized) for w in stacks):
         return "the experts are quantized"
     if x.dtype == jnp.float64 or any(w.dtype != x.dtype for w in stacks):
@@ -47,7 +47,7 @@ def experts(
     times: Multiply = product,
     spread: Spread | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """Computes `experts.block_experts` by the Pallas kernels."""
+    """Computes `experts.block_experts` with the Pallas kernels, where they suit."""
     stacks = (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, *stacks)):
         return block_experts(x, chosen, weights, *stacks, swiglu, times, spread)
@@ -69,9 +69,9 @@ def grouped_experts(
 ) -> Float[Array, "tokens hidden"]:
     """`experts.block_experts`: y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), float32 or wider. Not differentiable.
 
-    Rows are laid out in blocks, each of one expert; a program finds its block's expert in a list and reads that
-    expert's weights in place. Every sum belongs to one program and has a fixed order, so that a token's bits depend on
-    its own choice alone. Raises ValueError unless `hidden` and `intermediate` are multiples of INNER.
+    Rows are laid out in blocks of one expert each; a program looks up its block's expert in a list and reads that
+    expert's weights in place. One program computes each sum in a fixed order, so a token's result is bitwise
+    independent of the other tokens. Raises ValueError unless `hidden` and `intermediate` are multiples of INNER.
     """
     tokens, top_k = chosen.shape
     experts, intermediate, hidden = gate_proj.shape
@@ -83,7 +83,7 @@ def grouped_experts(
     chosen = chosen if spread is None else spread.own(chosen, experts)
     dtype = wide(x.dtype)
     owner, place = _layout(chosen, experts, height)
-    # place[r] is the place of row r of the choice in the blocks; places without a row stay zero.
+    # place[r] is where row r (token · top_k + j) is in the blocks; places without a row stay zero.
     source = jnp.full(owner.shape[0] * height, tokens, jnp.int32)
     source = source.at[place].set(jnp.arange(tokens * top_k, dtype=jnp.int32) // top_k, mode="drop")
     laid = x.at[source].get(mode="fill", fill_value=0)
@@ -94,7 +94,7 @@ def grouped_experts(
 
 
 def _tile(average: float, hidden: int, intermediate: int, dtype: jnp.dtype) -> tuple[int, int]:
-    """Rows and columns of a tile, from the rows of an expert on average."""
+    """Rows and columns of a tile, given the average number of rows per expert."""
     fitting = [
         tile for least, *tile in TILES if average >= least and not hidden % tile[1] and not intermediate % tile[1]
     ]
@@ -105,9 +105,9 @@ def _tile(average: float, hidden: int, intermediate: int, dtype: jnp.dtype) -> t
 def _layout(
     chosen: Int32[Array, "tokens top_k"], experts: int, height: int
 ) -> tuple[Int32[Array, " blocks"], Int32[Array, " rows"]]:
-    """Each block's expert (`experts` for an unused block) and each row's place (past the last without an expert).
+    """Each block's expert (`experts` for an unused block) and each row's place (past the end without an expert).
 
-    Rows are sorted by expert; a few rows have a block each, which reads little more than sorting would save.
+    Rows are sorted by expert. Few rows get a block each instead: the extra reads cost less than sorting.
     """
     rows = chosen.size
     flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
@@ -126,9 +126,9 @@ def _layout(
 
 
 def _over_blocks(layout, kernel, x, stacks, dtype, *, interpret):
-    """`kernel` for every block of `x` and some columns of its results; `stacks` are the weights, left in place.
+    """Runs `kernel` for every block of `x` and every tile of output columns; `stacks` are read in place.
 
-    `layout` is each block's expert, and the columns of a tile.
+    `layout` is each block's expert, and the number of columns of a tile.
     """
     (owner, columns), outer = layout, stacks[0].shape[1]
     rows = x.shape[0] // owner.shape[0]

@@ -1,4 +1,4 @@
-"""One token of the KDA recurrence on a GPU, as one kernel, which reads a state once and writes it in place."""
+"""One token of the KDA recurrence on a GPU: a kernel that reads each state once and writes it in place."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from ling3.ops.gpu.triton import triton_params
 from ling3.runtime.interpreted import interpreted
 
 VALUES = 32
-"""Columns of a state per program. They are independent in the recurrence, so one row's heads fill more of a GPU."""
+"""Columns of a state per program. Columns are independent, and splitting them lets a single row fill more of a GPU."""
 WARPS = 4
 
 
@@ -23,7 +23,7 @@ def kda_step(
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step` by the kernel, where the key and value widths are powers of two."""
+    """Computes `kda.kda_step` with the kernel if the key and value widths are powers of two."""
     odd = any(width & (width - 1) for width in state.shape[2:])
     if not runs("kda_step", "a head's width is no power of two" if odd else None):
         return kda.kda_step(q, k, v, g, beta, state)
@@ -40,12 +40,13 @@ def fused_kda_step(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.kda_step`, with a program for each row, head and VALUES columns of the state. Not differentiable.
+    """`kda.kda_step` with one program per row, head and VALUES columns of the state. Not differentiable.
 
         S <- exp(g) S;    u = beta (v - S^T k);    S <- S + k u^T;    o = S^T q
 
-    The new state takes the old one's buffer if the caller donates it. Each sum belongs to one program and has a fixed
-    order, so that a row's bits depend on nothing else. `key` and `value` are powers of two on a GPU.
+    The new state reuses the old one's buffer if the caller donates it. One program computes each sum in a fixed order,
+    so a row's result is bitwise independent of the other rows. On a GPU `key` and `value` must be powers of two; raises
+    ValueError if `value` is larger than VALUES and no multiple of it.
     """
     batch, heads, key, value = state.shape
     width = min(VALUES, value)

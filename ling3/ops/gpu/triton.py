@@ -1,10 +1,10 @@
-"""The common part of the GPU kernels, which are written in Pallas, for Triton."""
+"""Compiler parameters of the GPU kernels, which are written in Pallas and compiled by Triton."""
 
 from typing import Any
 
 
 def triton_params(warps: int, stages: int | None = None) -> Any:
-    """How a kernel is compiled for a GPU: by Triton, with so many warps to a program and loads so far ahead."""
+    """Triton's compiler parameters: `warps` per program, and `stages` of software pipelining for loads."""
     # Later releases of jax plan to drop Triton, so it is imported only to compile for it.
     from jax.experimental.pallas import triton  # noqa: PLC0415
 

@@ -10,7 +10,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def draw_curve(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes a PNG: the loss (log scale) and each skill's share of right held-out answers, over training tokens."""
+    """Writes a PNG of the loss (log scale) and each skill's share of right held-out answers over training tokens."""
     millions = [point["tokens"] / 1e6 for point in curve]
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss, right = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))

@@ -1,4 +1,4 @@
-"""Bare equations, `43 + 12 = 55. 9 - 2 = 7.`, of which the results are learned.
+"""Bare equations, `43 + 12 = 55. 9 - 2 = 7.`; only the results count in the loss.
 
 A model learns to read long before it learns to add; drills are the cheapest practice in arithmetic.
 """
@@ -15,13 +15,13 @@ TOKENS_PER_EQUATION = 6
 
 
 def single_steps(seed: int) -> Iterator[Step]:
-    """The equations of training problems, without those that would by themselves be a held-out solution."""
+    """The equations of training problems, except those that alone would be a held-out solution."""
     for problem in problems(seed, "train"):
         yield from (step for step in problem.steps if Problem("", (step,)).split == "train")
 
 
 def drills(tokenizer: Tokenizer, equations: Iterator[Step], room: int) -> Row:
-    """`room` tokens of equations, as many whole ones as fit."""
+    """`room` tokens: as many complete equations as fit, then end-of-text tokens."""
     text = " ".join(str(next(equations)) for _ in range(room // TOKENS_PER_EQUATION))
     tokens = tokenizer.encode(text).ids
     equals = tokenizer.encode("1 = 1").ids[1]

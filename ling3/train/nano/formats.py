@@ -1,4 +1,4 @@
-"""nano in 8 and 4 bits: `python -m ling3.train.nano.formats` quantizes it, asks it, and prints a table."""
+"""nano in 8 and 4 bits: `python -m ling3.train.nano.formats` quantizes it, examines it, and prints a table."""
 
 import argparse
 import pathlib
@@ -26,7 +26,7 @@ def _log_probabilities(model: CausalLM, tokens: Int32[Array, "batch seq"]) -> Fl
 
 
 def divergence(reference: CausalLM, model: CausalLM, tokenizer: Tokenizer, problems: Sequence[Problem]) -> float:
-    """The mean of KL(reference ‖ model) over the next tokens of the problems with their solutions, in nats."""
+    """The mean KL(reference ‖ model) of next-token distributions, over problems and solutions, in nats."""
     texts = [tokenizer.encode(f"{ask(problem)} {problem.solution}") for problem in problems]
     length, total, count = max(map(len, texts)), 0.0, 0
     for first in range(0, len(texts), 50):
@@ -40,7 +40,7 @@ def divergence(reference: CausalLM, model: CausalLM, tokenizer: Tokenizer, probl
 
 
 def table(count: int) -> str:
-    """Accuracy on the exam's first `count` problems, asked alone, and divergence from bfloat16, for each format."""
+    """A Markdown table: for each format, accuracy on `count` exam problems and divergence from bfloat16."""
     problems, tokenizer, reference = exam(count), load_tokenizer("nano"), load("nano", jnp.bfloat16)
     prompts, answers = [ask(problem) for problem in problems], [problem.answer for problem in problems]
 

@@ -1,7 +1,7 @@
-"""Rows of texts of many skills, without padding: what nano is trained on.
+"""Packs texts of many skills into rows without padding: nano's training data.
 
-A row has whole texts, each closed by its skill's control token, and equations of `drills` where no more text fits.
-Shares are of tokens: the next text is of the skill that is furthest behind its share. All is decided by the seed.
+A row has complete texts, each ended by its skill's control token, and equations of `drills` where no further text fits.
+Shares are of tokens: the next text is from the skill that is furthest behind its share. The seed determines everything.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from ling3.train.nano.skills.recall import MANY
 from ling3.train.nano.skills.skill import Row
 
 TEXTS = {**SKILLS, "recall of many": MANY, "facts of 1024": facts(1024)}
-"""What a share may be of, by name, beside `DRILLS`: the skills, and two that are for beginnings and smaller models."""
+"""Names that shares may use besides `DRILLS`: the skills, and two more for beginnings and smaller models."""
 DRILLS = "drills"
-"""Bare equations, whose results are learned; they fill any room."""
+"""The name of bare equations, which fill any remaining space."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """One shape of batches: `count` rows of `length` tokens, and each skill's share of their tokens."""
+    """The shape of a batch: `count` rows of `length` tokens, and each skill's share of the tokens."""
 
     count: int
     length: int
@@ -36,14 +36,14 @@ class BatchShape:
 
 
 def encoded(tokenizer: Tokenizer, name: str, seed: int) -> Iterator[Row]:
-    """A skill's training texts, each with its control token, which is learned."""
+    """A skill's tokenized training texts, each followed by its control token, which is learned too."""
     skill = TEXTS[name]
     for text in skill.texts(seed, "train"):
         yield encode(tokenizer, (*text.segments, (skill.end, True)))
 
 
 def packed(tokenizer: Tokenizer, rows: BatchShape, seed: int) -> Iterator[Row]:
-    """Rows of exactly `rows.length` tokens. A text that is longer than a row is left out."""
+    """Rows of exactly `rows.length` tokens. Texts longer than a row are skipped."""
     rng, equations = np.random.default_rng(seed), single_steps(seed)
     shares = {name: share for name, share in rows.shares.items() if share > 0}
     streams = {
@@ -75,7 +75,7 @@ def packed(tokenizer: Tokenizer, rows: BatchShape, seed: int) -> Iterator[Row]:
 
 
 def batches(tokenizer: Tokenizer, cycle: Sequence[BatchShape], seed: int) -> Iterator[Batch]:
-    """The training stream: a batch of each of the `cycle`, over and over."""
+    """The endless training stream: one batch of each shape in `cycle`, in turn."""
     streams = [packed(tokenizer, rows, seed + i) for i, rows in enumerate(cycle)]
     for i in itertools.cycle(range(len(cycle))):
         tokens, weights = zip(*itertools.islice(streams[i], cycle[i].count), strict=True)
@@ -83,7 +83,7 @@ def batches(tokenizer: Tokenizer, cycle: Sequence[BatchShape], seed: int) -> Ite
 
 
 def corpus(seed: int, size: int = 1000) -> Iterator[str]:
-    """The text that the tokenizer is trained on: `size` texts of each skill, more problems, and what a chat adds."""
+    """Texts to train the tokenizer on: `size` of each skill (a tenth if long), more problems, and a chat's turns."""
     for problem in itertools.islice(problems(seed, "train"), 5 * size):
         yield f"{ask(problem)} {problem.solution}\n\n"
     yield from [SYSTEM_TURN, "<role>HUMAN</role>", "<role>ASSISTANT</role>", "detailed thinking on"] * (size // 4)

@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def answer(self) -> int:
-        """The number asked for: the result of the last step."""
+        """The problem's answer: the result of the last step."""
         return self.steps[-1].result
 
     @property
@@ -112,7 +112,7 @@ class _Story:
             self.now = steps[-1].result
 
     def operand(self, sign: Literal["+", "-"]) -> int | None:
-        """A number between 2 and `LARGEST_CHANGE` that keeps `now ± number` in 0..`LIMIT`, if there is one."""
+        """A random number in 2..`LARGEST_CHANGE` that keeps `now ± number` in 0..`LIMIT`; None if there is none."""
         most = min(LARGEST_CHANGE, LIMIT - self.now if sign == "+" else self.now)
         return self.rng.randint(2, most) if most >= 2 else None
 
@@ -193,7 +193,7 @@ def _loss(story: _Story) -> bool:
 
 
 def _change(story: _Story, sign: Literal["+", "-"], *sentences: str) -> bool:
-    """Adds or subtracts in the words of one of the sentences; False if no number fits."""
+    """Adds an event, worded as one of the sentences, that adds or subtracts; returns False if no number fits."""
     if (by := story.operand(sign)) is None:
         return False
     sentence = story.rng.choice(sentences).format(by=by, they=story.pronoun.lower(), **vars(story))
@@ -274,7 +274,7 @@ def exam(count: int, seed: int = 2026) -> list[Problem]:
 
 
 def worked_examples(count: int, seed: int = 2027, each: int = 4) -> list[list[Problem]]:
-    """Training problems to show before each of `count` questions."""
+    """`each` training problems to show before each of `count` questions."""
     stream = problems(seed, "train")
     return [list(itertools.islice(stream, each)) for _ in range(count)]
 

@@ -1,8 +1,8 @@
 """*nano*'s recipe: its config, its training data, and the run that writes the checkpoint.
 
-Ling-3's own pattern, three KDA layers to one of MLA, trained on a mixture of skills each of which needs some mechanism.
-With `without` the same recipe trains a model that lacks one from the start: what a trained model relies on is not what
-it needed.
+The model has Ling-3's pattern, three KDA layers to one MLA layer; each skill in the training mixture needs some of its
+mechanisms. `without` trains a model that lacks a mechanism from the start, because a trained model may rely on one that
+it did not need.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from ling3.train.nano.skills.exam import right_answers
 from ling3.train.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 BEGINNING = BatchShape(count=12, length=256, shares={"recall of many": 0.4, "copying": 0.3, "positions": 0.3})
-"""What is learned first: answers that stand in the text. Two runs with easier recall or none in it had an MLA layer
-that did nothing (`experiments/README.md`)."""
+"""The first phase: tasks whose answers are in the text. Two runs with easier recall here, or none, ended with an MLA
+layer that did nothing (`experiments/README.md`)."""
 
 SHORT = BatchShape(
     count=12,
@@ -73,39 +73,39 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "routing bias": {"moe_router_enable_expert_bias": False},
     "shared expert": {"num_shared_experts": 0},
 }
-"""What can be left out from the start, and the config's fields that say so. `bound` leaves the softplus law."""
+"""Mechanisms that can be left out, with the config fields that do so. Without `bound`, the softplus law remains."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that determines nano; the defaults are those of the shipped checkpoint."""
+    """The settings that determine nano; the defaults are those of the shipped checkpoint."""
 
     seed: int = 0
     steps: int = 3600
-    """Of the training on the `cycle`, after the beginning's."""
+    """Steps of training on the `cycle`, after those of the beginning."""
     learning_rate: float = 0.008
     weight_decay: float = 0.5
     warmup: int = 100
     vocab_size: int = 1280
     without: str = "nothing"
-    """What the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", RoPE, …"""
+    """The mechanism that the model lacks, a key of `WITHOUT`: KDA, MLA, "KDA output gate", decay, "bound -1", …"""
     beginning: int = 800
-    """The steps on `first` alone that come first: a training of its own, whose rate ends at zero."""
+    """Steps of a separate first training, on `first`, whose learning rate decays to zero."""
     beginning_rate: float = 0.012
     first: Annotated[BatchShape, tyro.conf.Fixed] = BEGINNING
     quiet: bool = True
-    """Whether the model begins as `quieted` has it."""
+    """Whether to start from `quieted` weights."""
     cycle: Annotated[tuple[BatchShape, ...], tyro.conf.Fixed] = (SHORT, SHORT, SHORT, LONG)
-    """The kinds of batches, over and over."""
+    """The shapes of the batches, in turn."""
     changes: Annotated[Mapping[str, Any], tyro.conf.Fixed] = dataclasses.field(default_factory=dict)
-    """Other values of the config's fields, for a model of another size."""
+    """Changes to the config's fields, for a model of another size."""
 
     def __post_init__(self) -> None:
         if self.without not in WITHOUT:
             raise ValueError(f"without is {self.without!r}, expected one of {', '.join(WITHOUT)}")
 
     def trainings(self) -> list[tuple[Optimization, tuple[BatchShape, ...]]]:
-        """The beginning, if there is one, and the training on the cycle, with the rows of each."""
+        """The optimizer settings and batch shapes of the beginning, if there is one, and of the main training."""
 
         def optimization(steps: int, rate: float) -> Optimization:
             warmup = min(self.warmup, steps - 1)
@@ -116,7 +116,7 @@ class Recipe:
         return [whole] if beginning is None else [beginning, whole]
 
     def config(self, tokenizer: Tokenizer) -> Ling3Config:
-        """Ling-3's pattern at a size that trains on two cores."""
+        """The config: Ling-3's pattern at a size that trains on two cores."""
         end_of_text, end_of_turn = tokenizer.encode(END_OF_TEXT + END_OF_TURN).ids
         fields: dict[str, Any] = {
             "vocab_size": tokenizer.get_vocab_size(),
@@ -146,22 +146,22 @@ class Recipe:
             "pad_token_id": end_of_text,
         }
         changes = WITHOUT[self.without]
-        if self.without == "routed experts":  # what stays is the shared one
+        if self.without == "routed experts":  # the dense MLP is as large as the shared expert
             changes = changes | {"intermediate_size": fields["moe_shared_expert_intermediate_size"]}
         return Ling3Config(**{**fields, **changes, **self.changes})
 
 
 LOCAL, LASTING = (2.5, 4.4), (0.001, 0.09)
-"""Nats a token by which channels forget at first whose state is gone with the next token, and those with half-lives of
-8 to 700 tokens."""
+"""Initial decays in nats per token: of local channels, which forget within a token, and of lasting ones, whose
+half-lives are 8 to 700 tokens."""
 
 
 def quieted(model: CausalLM) -> CausalLM:
-    """The model before training with half of KDA's heads local, and with the others and all MLPs saying nothing yet.
+    """Initializes half of KDA's heads with fast decays, and the others and all MLPs so that they add nothing yet.
 
-    A state that lasts says from the first step something random about all tokens so far, as loud as anything else, and
-    in this noise the layers above it hardly learn. So the heads whose memory lasts begin with zeros in `o_proj`, and
-    MLPs and experts with zeros in `down_proj`.
+    At initialization, a long-lived state adds noise that depends on all previous tokens to the residual stream, and
+    the layers above hardly learn in this noise. So the heads with slow decays begin with zeros in `o_proj`, and MLPs
+    and experts with zeros in `down_proj`.
     """
     mixers = [layer.attention for layer in model.model.layers]
     quiet = [_quiet(mixer) if isinstance(mixer, KDA) else mixer for mixer in mixers]
@@ -170,7 +170,7 @@ def quieted(model: CausalLM) -> CausalLM:
 
 
 def _outputs(model: CausalLM) -> list[Any]:
-    """The weights from which MLPs and experts add to the residual stream."""
+    """The `down_proj` weights of all MLPs and experts."""
     parts: list[Any] = []
     for mlp in (layer.mlp for layer in model.model.layers):
         parts += [mlp.experts, mlp.shared_experts] if isinstance(mlp, MoE) else [mlp]
@@ -178,7 +178,7 @@ def _outputs(model: CausalLM) -> list[Any]:
 
 
 def _quiet(kda: KDA) -> KDA:
-    if kda.dt_bias is None or not isinstance(kda.o_proj, Linear):  # without a decay all of it lasts
+    if kda.dt_bias is None or not isinstance(kda.o_proj, Linear):  # without a decay no head is local
         return kda
     assert kda.A_log is not None
     lasting, bound = kda.dt_bias.size // 2, kda.lower_bound
@@ -191,7 +191,7 @@ def _quiet(kda: KDA) -> KDA:
 
 
 def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) -> dict[str, float]:
-    """The share of right answers to the first `count` held-out texts of each of `TEXTS`, an eighth of them if long."""
+    """The share of right answers to the first `count` held-out texts of each name (an eighth for long texts)."""
     shares = {}
     for name in names:
         texts = TEXTS[name].exam(count if TEXTS[name].longest <= 256 else -(-count // 8))
@@ -200,16 +200,16 @@ def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) 
 
 
 def as_stored(model: CausalLM) -> CausalLM:
-    """The model in the dtypes of published checkpoints: matrices in bfloat16, norms and the like in float32."""
+    """The model in the dtypes of `init` for bfloat16: bfloat16 matrices, float32 norms and the like."""
     stored = eqx.filter_eval_shape(init, model.config, key=jax.random.key(0), dtype=jnp.bfloat16)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
 
 
 def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> dict[str, Any]:
-    """Trains the model into the directory `out`, in the published layout, and returns its record (`training.json`).
+    """Trains the model, writes it to directory `out` in the published layout, and returns its `training.json`.
 
-    Every `every` steps some held-out texts of each skill of the mixture are asked; every 1,000 steps, and after each
-    training, the checkpoint on disk is replaced. Progress goes to stderr.
+    Every `every` steps, 64 held-out texts of each skill in the mixture are asked (8 of long ones). If such a step is a
+    multiple of 1,000, and after each training, the checkpoint on disk is replaced. Progress goes to stderr.
     """
     start = time.monotonic()
     record: dict[str, Any] = {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe))), "curve": []}

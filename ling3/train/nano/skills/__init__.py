@@ -1,8 +1,8 @@
-"""The skills of *nano*, a file for each.
+"""The skills of *nano*, one file each.
 
-A skill is a file of one shape: a generator of texts (`draw`) whose training texts and held-out texts are disjoint by
-construction, which of their tokens are learned, how long they are, and which mechanisms of the architecture it is
-expected to need. `skill` has that shape, `SKILLS` has all of them.
+A file defines a generator of texts (`draw`) whose training and held-out texts are disjoint by construction, which
+tokens are learned, how long the texts are, and which mechanisms of the architecture the skill is expected to need.
+`skill` defines this structure, and `SKILLS` lists all skills.
 """
 
 from ling3.train.nano.skills.copying import COPYING
@@ -18,6 +18,6 @@ SKILLS = {
     skill.name: skill
     for skill in (PROBLEMS, CHAT, EXAMPLES, RECALL, LONG_RECALL, RESETS, COPYING, FACTS, TRACKING, POSITIONS)
 }
-"""By name."""
+"""All skills by name."""
 
 __all__ = ["SKILLS", "Skill", "Text", "encode"]

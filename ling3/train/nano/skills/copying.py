@@ -1,9 +1,9 @@
-"""Copying: a string of words, and the same string again.
+"""Copying: a string of words, followed by the same string.
 
     Copy: elm fox elm owl … ; elm fox elm owl …
 
-The words of a string are eight, so most occur several times, and no two of them come twice in the same order: the last
-two words tell where in the string one is, and the last one does not. That is what the short convolutions see.
+A string uses only eight words, so most occur several times, but no pair of neighbours occurs twice. So the last two
+words determine the position in the string, and the last one alone does not: the short convolutions see such pairs.
 """
 
 import itertools
@@ -18,7 +18,7 @@ LEAST, MOST, ALPHABET = 4, 20, 8
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """4 to 20 words; a string is of one split, by its hash."""
+    """4 to 20 words; a hash of the string decides its split."""
     size = rng.integers(LEAST, MOST + 1)
     while True:
         words = rng.permutation(len(KEYS))[:ALPHABET]

@@ -1,4 +1,4 @@
-"""The exam of a skill: which answers are right, without generating them token by token."""
+"""The exam of a skill: finds the right answers without generating them token by token."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from ling3.text.tokenizer import Tokenizer
 from ling3.train.nano.skills.skill import Text
 
 TOKENS = 4096
-"""Of a batch, about."""
+"""Approximate number of tokens in a batch."""
 
 
 def padded(length: int) -> int:
-    """How many tokens a row has for a text of `length`: 128, 256, or a multiple of 512, few shapes to compile."""
+    """The row length for a text of `length` tokens: 128, 256, or a multiple of 512, so that few shapes compile."""
     return next((size for size in (128, 256) if length <= size), -(-length // 512) * 512)
 
 
@@ -32,8 +32,8 @@ def _right(
 def right_answers(model: CausalLM, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[bool]:
     """For each text, True if its answer is the greedy continuation of its prompt.
 
-    One pass over each whole text tells: as long as every token so far is the likeliest, greedy decoding has just read
-    the same text. Prompt and answer are encoded apart, as they are where an answer is generated.
+    One pass over prompt and answer is enough: as long as every token so far is the likeliest, greedy decoding has read
+    the same text. Prompt and answer are tokenized separately, as in generation.
     """
     encoded = [(tokenizer.encode(t.prompt), tokenizer.encode(t.answer, add_special_tokens=False)) for t in texts]
     lengths = [padded(len(prompt) + len(answer)) for prompt, answer in encoded]

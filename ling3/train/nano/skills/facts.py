@@ -1,10 +1,9 @@
-"""Memorised facts: a fixed world of people, of whom each has a value for each of four attributes.
+"""Memorised facts: a fixed world of people, each with a value for each of four attributes.
 
     About Anna fox: likes gold fears tin owns silk seeks lead
 
-There is no rule in it: what an answer needs has to be in the weights, in the experts above all. A text has a person's
-four attributes in random order. One of them never comes first in training, and it is the one that an exam asks for
-first.
+There is no rule to learn: the answers have to be in the weights, above all in the experts. A training text has a
+person's four attributes in random order. One of them never comes first in training, and the exam asks for that one.
 """
 
 import functools
@@ -23,7 +22,7 @@ SUBJECTS = 2048
 
 @functools.cache
 def subjects(count: int = SUBJECTS) -> tuple[str, ...]:
-    """The people's names, of two words each; ValueError if there are not so many."""
+    """The people's names, of two words each. Raises ValueError if `count` is below 1 or above the number of names."""
     names = [f"{first} {last}" for first, _ in PEOPLE for last in KEYS]
     if not 1 <= count <= len(names):
         raise ValueError(f"count is {count}, expected 1 to {len(names)} people")
@@ -32,13 +31,13 @@ def subjects(count: int = SUBJECTS) -> tuple[str, ...]:
 
 @functools.cache
 def fact(subject: str, attribute: str) -> str:
-    """The value of one of `ATTRIBUTES`."""
+    """A person's value of one of `ATTRIBUTES`."""
     return VALUES[rank(f"fact: {subject} {attribute}") % len(VALUES)]
 
 
 @functools.cache
 def never_first(subject: str) -> str:
-    """The attribute that no training text has first."""
+    """The attribute that comes first in no training text about this person."""
     return ATTRIBUTES[rank(f"never first: {subject}") % len(ATTRIBUTES)]
 
 
@@ -52,7 +51,7 @@ def tell(subject: str, order: Sequence[str]) -> Text:
 
 
 def _draw(rng: np.random.Generator, split: Split, people: int) -> Text:
-    """A person with all attributes, or in an exam with the one that training never has first."""
+    """A random person with all attributes, or in an exam with the one that never comes first in training."""
     subject = subjects(people)[rng.integers(people)]
     order = [ATTRIBUTES[i] for i in rng.permutation(len(ATTRIBUTES))]
     if split == "held_out":
@@ -63,7 +62,7 @@ def _draw(rng: np.random.Generator, split: Split, people: int) -> Text:
 
 
 def facts(people: int) -> Skill:
-    """The skill in a world of so many people; ValueError if there are not so many names."""
+    """The skill in a world of `people` people. Raises ValueError if there are not enough names."""
     subjects(people)
     draw = functools.partial(_draw, people=people)
     return Skill("facts", draw, longest=12, pulls=("experts per token", "routing bias", "shared expert"))

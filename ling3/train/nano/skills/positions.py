@@ -1,9 +1,9 @@
-"""Positions: a string that repeats with a given period, in which only the distance tells what comes next.
+"""Positions: a string that repeats with a stated period; only the distance tells which word comes next.
 
     Every 8: owl elm owl owl fox elm owl fox  owl elm owl …
 
-A string has three words alone, so that most of its short pieces occur at several places; looking back exactly one
-period is what RoPE is for. Periods of 12 and 16 are further than the convolutions of three layers reach, which is 9.
+A string uses only three words, so that most short sequences in it occur at several places; RoPE is for looking back
+exactly one period. Periods of 12 and 16 are beyond the 9 tokens that the convolutions of three layers reach.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ PERIODS, ALPHABET = (8, 12, 16), 3
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """Three periods of 8, 12 or 16 words; a pattern is of one split, whatever its words are.
+    """Three periods of 8, 12 or 16 words; the split of a pattern does not depend on which words it uses.
 
-    So its hash is that of the pattern with its words numbered in the order in which they come.
+    So its hash is that of the pattern with words numbered in order of first occurrence.
     """
     while True:
         pattern = rng.integers(ALPHABET, size=rng.choice(PERIODS))

@@ -1,9 +1,9 @@
-"""Exact recall: many pairs of words, then some of the keys, each of which asks for its value.
+"""Exact recall: pairs of keys and values, then some of the keys, each of which asks for its value.
 
     Recall: fox gold elm tin owl silk … ? elm tin fox gold …
 
-A short text has 2 to 96 pairs, mostly few. The long form has all 192 keys, more than the states of nano's KDA layers
-can keep apart, and worked problems between the pairs and the questions, up to 1,535 tokens in all: it is meant for MLA.
+A short text has 2 to 96 pairs, mostly few. The long form has up to 192 pairs (in an exam all 192), more than the states
+of nano's KDA layers can keep apart, then worked problems, then the questions, up to 1,535 tokens: it is meant for MLA.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ PAIRS = Bindings("recall", KEYS, VALUES)
 
 
 def _recall(rng: np.random.Generator, split: Split, pairs: int, asked: int, between: Sequence[Segment] = ()) -> Text:
-    """`pairs` pairs, the pieces `between`, and `asked` questions; the pair of the last one is of this split."""
+    """`pairs` pairs, the pieces `between`, and `asked` questions; the last question's pair is from this split."""
     keys = rng.permutation(len(KEYS))[:pairs]
     values = PAIRS.draw(rng, keys, "train")
     order = rng.permutation(pairs)[:asked]
@@ -33,32 +33,32 @@ def _recall(rng: np.random.Generator, split: Split, pairs: int, asked: int, betw
 
 
 LEAST, MOST, ASKED = 2, 96, 28
-"""Of a short text: the fewest and most pairs, and the most questions."""
+"""The fewest and most pairs, and the most questions, of a short text."""
 
 
 def _pairs(rng: np.random.Generator, least: int, most: int) -> int:
-    """As many of 4 to 8 as of 48 to 96: few pairs are learned first, and many need what few do not."""
+    """A log-uniform number: few pairs are learned first, and many pairs need mechanisms that few do not."""
     return int(least * (most / least) ** rng.random() + 0.5)
 
 
 def _short(rng: np.random.Generator, split: Split) -> Text:
-    """`LEAST` to `MOST` pairs, of which up to `ASKED` are asked for."""
+    """`LEAST` to `MOST` pairs, mostly few, and a question for up to `ASKED` of them."""
     pairs = _pairs(rng, LEAST, MOST)
     return _recall(rng, split, pairs, min(pairs, ASKED))
 
 
 def _many(rng: np.random.Generator, split: Split) -> Text:
-    """As `_short`, with one number of pairs as likely as another."""
+    """Like `_short`, with a uniform number of pairs."""
     pairs = int(rng.integers(LEAST, MOST + 1))
     return _recall(rng, split, pairs, min(pairs, ASKED))
 
 
 PROBLEMS, QUESTIONS = 13, 96
-"""Of a long text: the most worked problems and questions."""
+"""The most worked problems, and the most questions, of a long text."""
 
 
 def _long(rng: np.random.Generator, split: Split) -> Text:
-    """All keys, in training from a twelfth of them; up to `PROBLEMS` worked problems; up to `QUESTIONS` questions."""
+    """All keys (in training, a twelfth of them or more), up to `PROBLEMS` problems, and up to `QUESTIONS` questions."""
     pairs = len(KEYS) if split == "held_out" else _pairs(rng, len(KEYS) // 12, len(KEYS))
     stream = problems(int(rng.integers(2**31)), "train")
     between: list[Segment] = []
@@ -70,5 +70,5 @@ def _long(rng: np.random.Generator, split: Split) -> Text:
 
 RECALL = Skill("recall", _short, longest=3 + 2 * (MOST + ASKED), pulls=("short convolution", "writing strength"))
 MANY = dataclasses.replace(RECALL, draw=_many)
-"""Recall with few texts of few pairs, which is hardly learned in the first 800 steps: for a recipe's beginning."""
+"""Recall with all numbers of pairs equally likely, for a recipe's beginning: 800 steps hardly learn it."""
 LONG_RECALL = Skill("long_recall", _long, longest=1535, pulls=("short convolution", "attention"))

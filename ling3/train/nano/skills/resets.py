@@ -1,9 +1,9 @@
-"""Recall that has to forget: after `new`, a key of an earlier segment has no value any more.
+"""Recall that has to forget: after `new`, the keys of earlier segments have no value any more.
 
     Resets: new fox gold elm tin … ? elm tin owl none … new owl silk …
 
-Half of the questions are of keys of their own segment, the others of earlier segments' keys. In one token, `new`, all
-that the memory held has to go: that is what decay is for, and a bound on the decay limits.
+Half of the questions ask for keys of their segment, the others for keys of earlier segments. At a single token, `new`,
+the memory has to be emptied: decay does that, and a bound on the decay limits it.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ NOTHING = " none"
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """Five segments of five pairs and six questions; every pair of the key asked last is of this split."""
+    """Five segments of five pairs and six questions; every pair with the key asked last is from this split."""
     segments = [rng.permutation(len(NAMES))[:PAIRS] for _ in range(SEGMENTS)]
     questions, earlier = [], np.zeros(0, int)
     for keys in segments:

@@ -1,4 +1,4 @@
-"""The shape of a skill: texts of which some pieces are learned, and an exam that asks for the last of them."""
+"""The structure of a skill: texts with learned pieces, and an exam that asks for the last piece."""
 
 import dataclasses
 import hashlib
@@ -14,7 +14,7 @@ from ling3.train.nano.problems import HELD_OUT_SHARE, Split
 from ling3.train.tokenizer import END_OF_TEXT
 
 Segment = tuple[str, bool]
-"""A piece of a text, and whether it is learned."""
+"""A piece of a text, and whether its tokens are learned."""
 
 Row = tuple[list[int], list[float]]
 """Tokens, and their weights in the loss."""
@@ -22,7 +22,7 @@ Row = tuple[list[int], list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text in pieces. The last one is learned, and is the answer that an exam asks for."""
+    """A text in pieces. The last piece is learned, and is the answer in an exam."""
 
     segments: tuple[Segment, ...]
 
@@ -42,8 +42,8 @@ class Skill:
     """A skill: how its texts are drawn, how long they are, and what is expected of an ablation.
 
     `draw(generator, split)` makes one text. An answer is right if it is the greedy continuation of its prompt, token by
-    token. `longest` is the most tokens of a text, `pulls` the mechanisms without which at least a tenth of the answers
-    is expected to be lost, in the names of `ling3.interpret.ablate.MECHANISMS`.
+    token. `longest` is the most tokens of a text. `pulls` names the mechanisms (of `ling3.interpret.ablate.MECHANISMS`)
+    whose ablation is expected to lose at least a tenth of the answers.
     """
 
     name: str
@@ -78,14 +78,14 @@ def rank(text: str) -> int:
 
 
 def split_of(text: str) -> Split:
-    """`held_out` for one text in `HELD_OUT_SHARE`."""
+    """`held_out` for one text in `HELD_OUT_SHARE`, chosen by `rank`."""
     return "held_out" if rank(text) % HELD_OUT_SHARE == 0 else "train"
 
 
 class Bindings:
-    """The values that stand with a key: of each key's values, one in `HELD_OUT_SHARE` never occurs with it in training.
+    """Key-value pairs in two splits: for each key, one value in `HELD_OUT_SHARE` never occurs with it in training.
 
-    A model can have learned no such pair by heart; it has to read it where it is asked.
+    A model cannot have memorised such a pair; it has to read it in the text.
     """
 
     def __init__(self, name: str, keys: Sequence[str], values: Sequence[str]):
@@ -95,11 +95,11 @@ class Bindings:
         self._of = {"held_out": np.array(order)[:, :held_out], "train": np.array(order)[:, held_out:]}
 
     def draw(self, rng: np.random.Generator, keys: Int[np.ndarray, " pairs"], split: Split) -> list[str]:
-        """For each key, by its index, a random value that it may have in this split."""
+        """For each key index, a random value that this key may have in this split."""
         allowed = self._of[split]
         return [self.values[i] for i in allowed[keys, rng.integers(allowed.shape[1], size=len(keys))]]
 
     def split(self, key: str, value: str) -> Split:
-        """In which texts the pair occurs."""
+        """The split in whose texts the pair occurs."""
         value_index = self.values.index(value)
         return "held_out" if value_index in self._of["held_out"][self.keys.index(key)] else "train"

@@ -1,8 +1,8 @@
-"""State tracking: who has what now, among events that change it and events that do not.
+"""State tracking: who has what now, after events that change it and events that do not.
 
     Track: Anna takes gold Ben sees tin Anna sees silk Anna has gold Anna takes lead …
 
-`takes` replaces what a person has, `sees` changes nothing. Whether and how strongly an event is written is beta.
+`takes` replaces what a person has, `sees` changes nothing. Beta decides whether and how strongly an event is written.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ EVENTS = 36
 
 
 def _draw(rng: np.random.Generator, split: Split) -> Text:
-    """36 events of eight people; everything that the one asked last takes is of this split."""
+    """36 events of eight people; all that the person asked last takes is from this split."""
     asked = int(rng.integers(len(NAMES)))
     people, kinds = rng.integers(len(NAMES), size=EVENTS), rng.random(EVENTS)
     people[-1] = asked

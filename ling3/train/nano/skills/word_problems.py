@@ -23,7 +23,7 @@ def _chat(rng: np.random.Generator, split: Split) -> Text:
 
 
 def _after_examples(rng: np.random.Generator, split: Split) -> Text:
-    """Worked problems of training, four in an exam, and then one of this split, with a blank line after each."""
+    """Worked training problems (four in an exam), then one problem of this split, separated by blank lines."""
     shown = 4 if split == "held_out" else int(rng.integers(1, MOST_EXAMPLES + 1))
     examples = itertools.islice(problems(int(rng.integers(2**31)), "train"), shown)
     last = next(problems(int(rng.integers(2**31)), split))

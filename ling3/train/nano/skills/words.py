@@ -1,4 +1,4 @@
-"""The words that skills speak of: 192 keys and 64 values, each a token of its own, and none a word of a problem."""
+"""The vocabulary of the skills: 192 keys and 64 values, each a single token that no word problem uses."""
 
 KEYS = tuple(
     """
