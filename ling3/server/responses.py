@@ -125,7 +125,7 @@ class Asked(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self, allow_unknown: bool = False) -> Chat:
-        """The same as a chat, but for its tools; ApiError 400 for items that a conversation cannot have."""
+        """The request as a chat, without its tools. Raises ApiError 400 for items that a conversation cannot have."""
         messages = messages_of(self.input, self.instructions, allow_unknown)
         if not messages:
             raise ApiError(400, "input is empty", "input")

@@ -23,7 +23,7 @@ Textual = TypeVar("Textual")
 
 
 def _type(tool: Any) -> str:
-    """Which of `ToolOf`'s models has a tool; one of an unknown type is refused as a function."""
+    """The name of the model of `ToolOf` that checks a tool; a tool of an unknown type is checked as a function."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "of a custom tool" if kind == "custom" else "of a function"
 
