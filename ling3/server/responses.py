@@ -1,4 +1,4 @@
-"""`/v1/responses` without storage: each request has the full conversation, answered as a chat, in items and events."""
+"""`/v1/responses`, without storage: the conversation comes whole, and is answered as a chat is, in items and events."""
 
 import itertools
 import time
@@ -24,7 +24,7 @@ from ling3.text.replies import THINK_END, TokenReply
 from ling3.text.tokenizer import Tokenizer
 
 SAME = (*Sampling.model_fields, "chat_template_kwargs")
-"""Fields that a chat has under the same name."""
+"""Which a chat has under the same name."""
 NOTHING_STORED = "nothing is stored here: give the whole conversation as `input`"
 NAMES = {
     "messages": "input",
@@ -33,23 +33,23 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""A chat's fields, and their names here."""
+"""A chat's fields, and what they are called here."""
 
 
 class Effort(Known):
-    """How much the model thinks. There are no summaries, so `summary` may only be auto."""
+    """How much thinking there is to be; summaries are not made, so that their form may be left to the server alone."""
 
     names = FieldNames(refused={"generate_summary": "thinking comes as it is, without summaries"})
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
     context: Literal["auto"] | None = None
-    """Which earlier thinking the model sees: with auto, as much as its chat template shows."""
+    """Which thinking of the conversation the model sees again: what its chat template shows."""
     mode: Literal["standard"] | None = None
 
 
 class Text(Known):
-    """The format that the answer's text must have."""
+    """The form that the answer's text must have."""
 
     names = FieldNames({"verbosity": VERBOSITY})
 
@@ -57,7 +57,7 @@ class Text(Known):
 
 
 class Direct(Known):
-    """A tool that the model calls directly and synchronously, and that is always loaded."""
+    """A tool that the model calls itself, at once, and always knows."""
 
     names = FieldNames({"output_schema": "it is for programs that call tools, which are refused"})
 
@@ -67,20 +67,20 @@ class Direct(Known):
 
 
 class FunctionTool(Direct, Function):
-    """A function whose fields stand beside its type."""
+    """A function with its type beside its name."""
 
     type: Literal["function"]
 
 
 class CustomToolParam(Direct, Custom):
-    """A custom tool whose fields stand beside its type."""
+    """A custom tool with its type beside its name."""
 
     type: Literal["custom"]
     format: ResponseFormat | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class Options(Known):
-    """Options of a stream: the only one, `include_obfuscation`, is ignored."""
+    """Options of a stream: what it reports beside texts."""
 
     names = StreamOptions.names
 
@@ -118,14 +118,14 @@ class Asked(Sampling):
     text: Text | None = None
     reasoning: Effort | None = None
     include: List[Literal["reasoning.encrypted_content"]] | None = None
-    """No effect: thinking is sent as plain text, and nothing is encrypted."""
+    """Of thinking, which comes as it is, there is nothing encrypted."""
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self, allow_unknown: bool = False) -> Chat:
-        """The request as a chat, without its tools. Raises ApiError 400 for items that a chat cannot have."""
+        """The request as a chat, without its tools. Raises ApiError 400 for items that a conversation cannot have."""
         messages = messages_of(self.input, self.instructions, allow_unknown)
         if not messages:
             raise ApiError(400, "input is empty", "input")
@@ -139,11 +139,11 @@ class Asked(Sampling):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             **{name: getattr(self, name) for name in SAME},
         }
-        return Chat.model_construct(**given)  # not validated again: the fields were validated here
+        return Chat.model_construct(**given)  # whose fields have been validated here
 
 
 def _format(text: Text | None) -> dict[str, Any] | None:
-    """The `response_format` of a chat."""
+    """A chat's `response_format`."""
     if text is None or text.format is None or text.format.get("type") != "json_schema":
         return None if text is None else text.format
     inner = {name: value for name, value in text.format.items() if name != "type" and value is not None}
@@ -151,7 +151,7 @@ def _format(text: Text | None) -> dict[str, Any] | None:
 
 
 async def answer(service: Service, asked: Asked) -> Response:
-    """Answers a request for `/v1/responses`, in one body or as a stream."""
+    """Answers requests for `/v1/responses`, whole or as a stream."""
     try:
         chat_alike = asked.as_chat(service.allow_unknown_fields)
         deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])
@@ -161,7 +161,7 @@ async def answer(service: Service, asked: Asked) -> Response:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """Replaces a chat's field names in an error by the names here."""
+    """A chat's error in this endpoint's names."""
     message, param = str(error), error.param
     for theirs, ours in NAMES.items():
         if param is not None and param.split("[")[0].split(".")[0] == theirs:
@@ -203,7 +203,7 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
 
 
 class _Response(ProtocolAnswer):
-    """A response, in one body or as numbered events."""
+    """A response, as numbered events."""
 
     def __init__(self, tokenizer: Tokenizer, head: dict[str, Any], reply: TokenReply):
         self._tokenizer, self._head, self._reply = tokenizer, head, reply
@@ -230,7 +230,7 @@ class _Response(ProtocolAnswer):
         return [self._numbered(new) for piece in chat.pieces(self._reply, said) for new in self._items.add(piece)]
 
     def _ended(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The events of the end; the last one has the complete response."""
+        """The events of the end; the last one has the whole response."""
         cut, usage = output.finish_reason == "length", usage_of([output])
         status = "incomplete" if cut else "completed"
         some = [self._numbered(said) for said in self._items.close(status)]
@@ -259,7 +259,7 @@ class _Response(ProtocolAnswer):
 
 
 def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str, Any]]) -> int:
-    """The number of thinking tokens. If `</think>` is not one token, the thinking's text is tokenized again."""
+    """How many tokens were thinking; where its end is no token, how many the tokenizer makes of its text."""
     thinking = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
     end = tokenizer.backend.token_to_id(THINK_END)
     if not thinking:

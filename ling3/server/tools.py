@@ -1,4 +1,4 @@
-"""Tools of a request: which functions may be called, how the model sees them, and the grammar that enforces them."""
+"""Tools of a request: which functions may be called, how they are shown to the model, and what holds it to them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from ling3.text.tool_calls import ToolForm
 MOST = 128
 """The most tools of a request."""
 NAME = r"^[A-Za-z0-9_.:/-]{1,64}$"
-"""The pattern of a tool's name."""
+"""What a tool may be called."""
 
 Functional = TypeVar("Functional")
 Textual = TypeVar("Textual")
 
 
 def _type(tool: Any) -> str:
-    """The tag of the model in `ToolOf` that validates a tool; tools of unknown type are refused as functions."""
+    """The name of the model of `ToolOf` that checks a tool; a tool of an unknown type is checked as a function."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "of a custom tool" if kind == "custom" else "of a function"
 
@@ -32,7 +32,7 @@ ToolOf = Annotated[
     Annotated[Functional, pydantic.Tag("of a function")] | Annotated[Textual, pydantic.Tag("of a custom tool")],
     pydantic.Discriminator(_type),
 ]
-"""A tool of a protocol, which has one pydantic model for functions and one for custom tools."""
+"""A protocol's tool, by its type: the models of its functions and of its custom tools."""
 
 
 class Function(Known):
@@ -45,35 +45,35 @@ class Function(Known):
 
     @property
     def callable(self) -> Callable:
-        """The function, with its description for the chat template."""
+        """The function as the chat template shows it to the model."""
         shown = self.model_dump(include=set(Function.model_fields), exclude_none=True)
         return Callable(self.name, self.parameters or {}, bool(self.strict), shown=shown)
 
 
 class Tool(Known):
-    """A function among the tools of a chat."""
+    """A function as a tool of a chat."""
 
     type: Literal["function"]
     function: Function
 
     @property
     def callable(self) -> Callable:
-        """The function, with its description for the chat template."""
+        """The function as the chat template shows it to the model."""
         return self.function.callable
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The tools of a request, after `tool_choice` and `parallel_tool_calls` are applied."""
+    """The tools of a request, and what `tool_choice` and `parallel_tool_calls` make of them."""
 
     offered: Sequence[Callable]
     form: ToolForm | None
     allowed: frozenset[str]
-    """The names of the tools that may be called."""
+    """Those that may be called."""
     required: bool
-    """Whether the reply must contain a call."""
+    """Whether one has to be called."""
     several: bool
-    """Whether the reply may contain more than one call."""
+    """Whether more than one call may come."""
 
     @property
     def shown(self) -> list[dict[str, Any]]:
@@ -92,15 +92,12 @@ class Tools:
 
     @property
     def held(self) -> bool:
-        """Whether a grammar constrains the calls."""
+        """Whether the calls are held to a grammar; else the model writes what it likes."""
         some = any(each.strict or each.form is not None for each in self.offered)
         return self.required or len(self.allowed) < len(self.offered) or some or not self.several
 
     def grammar(self, answer: Structured | None, tokenizer: Tokenizer) -> Structured | None:
-        """The grammar of the reply, which is a call or an `answer`; None if nothing constrains it.
-
-        Raises ApiError 400 for schemas that cannot be enforced.
-        """
+        """The grammar of the reply, if it is a call or an `answer`; ApiError 400 for schemas that cannot be held."""
         if self.form is None or (not self.held and answer is None):
             return answer
         functions = [each for each in self.offered if each.name in self.allowed]
@@ -108,14 +105,14 @@ class Tools:
         try:
             return calls(functions, self.form, tokenizer, self.several, otherwise)
         except (ValueError, TypeError, AttributeError) as error:
-            # Malformed schemas raise TypeError or AttributeError.
+            # Malformed schemas raise the latter two.
             raise ApiError(400, f"tools: {error}", "tools") from None
 
 
 def chosen(offered: Sequence[Callable], choice: Any, parallel: bool | None, tokenizer: Tokenizer) -> Tools:
-    """The tools of a request; none if no tool may be called.
+    """The tools, without any where none may be called.
 
-    Raises ApiError 400 for an invalid choice, and if the model's chat template has no tool calls.
+    ApiError 400 for a choice that there is not, and for a model without a form of calls.
     """
     none = Tools((), None, frozenset(), required=False, several=True)
     if not offered:
@@ -136,7 +133,7 @@ def chosen(offered: Sequence[Callable], choice: Any, parallel: bool | None, toke
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The mode of a `tool_choice`, and the names of the tools that it allows."""
+    """The mode, and which functions it is about."""
     if choice is None or choice in ("auto", "none", "required"):
         return choice or "auto", names
     mode, wanted = "required", [choice]
@@ -154,7 +151,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _name(tool: Any) -> str | None:
-    """A tool's name, nested under its type (chats) or beside it (responses); None if it has none."""
+    """The tool's name, under its type (chats) or beside it (responses)."""
     if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
         return None
     inner = tool.get(tool["type"], tool)
