@@ -67,7 +67,7 @@ class AblationReport:
         return table
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws ln(perplexity) on a log scale and both accuracies with 95 % intervals, a row for each ablation.
+        """Draws ln(perplexity) on a log scale, and both right answers in percent with 95 % intervals, a row each.
 
         Writes PNG, PDF or SVG. Raises ValueError for other file names (see `bench.report.check_plot`).
         """
@@ -81,7 +81,7 @@ class AblationReport:
         nats = [math.log(row.perplexity) for row in self.rows]
         cost.plot(nats, places, "o", color=BLUE)
         cost.axvline(nats[0], color="black", linestyle=":", linewidth=1)
-        cost.set(xscale="log", xlabel=f"nats per token of {self.scored} (ln perplexity, log scale)")
+        cost.set(xscale="log", xlabel=f"nats per token of {self.scored} (log scale)")
         cost.set_yticks(places, [row.name for row in self.rows])
         series = (
             ("problems", "asked alone", BLUE, "o", 0.12),
@@ -90,19 +90,21 @@ class AblationReport:
         for name, label, colour, marker, shift in series:
             scores = {place + shift: getattr(row, name) for place, row in zip(places, self.rows, strict=True)}
             scores = {place: score for place, score in scores.items() if score is not None}
-            shares = [score.accuracy for score in scores.values()]
-            reach = [[abs(score.interval[side] - score.accuracy) for score in scores.values()] for side in (0, 1)]
+            shares = [100 * score.accuracy for score in scores.values()]
+            reach = [[100 * abs(score.interval[side] - score.accuracy) for score in scores.values()] for side in (0, 1)]
             filled, at = "white" if marker == "s" else colour, list(scores)
             if scores:
                 right.errorbar(shares, at, xerr=reach, fmt=marker, color=colour, mfc=filled, ms=5, lw=1.2, label=label)
-        alone = 0 if self.rows[0].problems is None else self.rows[0].problems.accuracy
+        alone = 0 if self.rows[0].problems is None else 100 * self.rows[0].problems.accuracy
         right.axvline(alone, color="black", linestyle=":", linewidth=1)
-        right.set(xlim=(-0.03, 1.03), xlabel="word problems answered right, with 95 % intervals")
+        right.set(xlim=(-3, 103), xlabel="word problems answered right, %, with 95 % intervals")
         right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=True)
         right.set_ylim(places[-1] - 0.7, 1.4)
         for axes in (cost, right):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(f"{self.about.get('model', 'A model')} with one mechanism cut out; dotted: the whole model")
+        figure.suptitle(f"{self.about.get('model', 'A model')} with one mechanism cut out; dotted: the whole model")
         figure.savefig(pathlib.Path(path), dpi=160)
 
 

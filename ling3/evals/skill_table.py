@@ -82,6 +82,7 @@ class SkillTable:
         figure = Figure(figsize=(3.2 + 0.75 * len(skills), 1.6 + 0.27 * len(cuts)), layout="constrained")
         image = draw_losses(figure.subplots(), [row.name for row in cuts], skills, losses)
         figure.colorbar(image, label="right answers lost, of 100")
+        figure.suptitle(f"{self.about.get('model', 'A model')} with one mechanism cut out")
         figure.savefig(pathlib.Path(path), dpi=160)
 
 
