@@ -51,10 +51,12 @@ notebooks: .venv/installed-notebooks
 	$(BIN)/python -m pytest -n 2 --nbmake --overwrite --nbmake-timeout=600 --durations=0 notebooks/[0-9]*.ipynb
 
 # The site in build/site, with the notebooks as `make notebooks` has run them; checked, by Chromium too if there is one.
+# With REPOSITORY=https://github.com/OWNER/NAME, notebooks open in Colab and install ling3 from there.
 docs: .venv/installed-docs notebooks
 	mkdir -p docs/notebooks
 	cp notebooks/[0-9]*.ipynb docs/notebooks/
 	$(BIN)/ruff format --quiet --line-length 88 docs/notebooks/*.ipynb  # as much as fits the site's column
+	$(if $(REPOSITORY),$(BIN)/python docs/install_cell.py $(REPOSITORY) docs/notebooks/*.ipynb)
 	$(BIN)/ling3 look nano --chat --new-tokens 24 --out docs/look.html \
 		-p "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -15,6 +15,7 @@ import markdown
 import nbformat
 import pytest
 from browser import BROWSER
+from IPython.core.inputtransformer2 import TransformerManager
 from mkdocs.exceptions import PluginError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -24,9 +25,16 @@ NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.py"))
 VOID = ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr")
 CODE = ("pre", "code", "script", "style")
 
-spec = importlib.util.spec_from_file_location("formulas", ROOT / "docs" / "formulas.py")
-formulas = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(formulas)
+
+def script(name: str) -> types.ModuleType:
+    """A file of `docs/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+formulas, install_cell = script("formulas"), script("install_cell")
 
 
 class Page(html.parser.HTMLParser):
@@ -167,3 +175,21 @@ def test_a_browser_shows_it_without_complaint(page, server, tmp_path):
     assert not re.findall(r".*CONSOLE.*", log.read_text(encoding="utf-8", errors="replace"))
     assert requests and not [path for path, status in requests if status >= 400]
     assert not read(page).formulas or any("KaTeX_Main-Regular.woff2" in path for path, _ in requests)
+
+
+def test_a_notebook_away_from_the_repository_installs_it(tmp_path):
+    path = tmp_path / "01_the_map.ipynb"
+    path.write_bytes((ROOT / "docs" / "notebooks" / path.name).read_bytes())
+    before = nbformat.read(path, as_version=4)
+    install_cell.install(path, "https://github.com/someone/ling3")
+    title, cell, *rest = nbformat.read(path, as_version=4).cells
+    assert title.source.startswith(before.cells[0].source) and rest == before.cells[1:]
+    assert (
+        "(https://colab.research.google.com/github/someone/ling3/blob/gh-pages/notebooks/01_the_map.ipynb)"
+        in title.source
+    )
+    code = TransformerManager().transform_cell(cell.source)
+    compile(code, "cell", "exec")
+    assert "git clone --quiet --depth 1 https://github.com/someone/ling3 ling3" in code
+    with pytest.raises(ValueError, match=r"expected https://github\.com/OWNER/NAME"):
+        install_cell.install(path, "ling3")
