@@ -41,7 +41,7 @@ def kda_chunk(
 ) -> Trial:
     """KDA's prefill, as the layer runs it, against the recurrence."""
     execution = execution or Execution.default()
-    inputs = _kda_inputs(batch, seq, heads, width, rounded=setting.gpu)
+    inputs = kda_inputs(batch, seq, heads, width, rounded=setting.gpu)
     arrays = tuple(inputs.values())
     ours, chunks = (
         _call(functools.partial(form, lower_bound=LOWER_BOUND, chunk_size=execution.chunk_size), *arrays)
@@ -68,7 +68,7 @@ def kda_one_step(
 ) -> Trial:
     """One decode step of KDA, against the recurrence."""
     execution = execution or Execution.default()
-    inputs = _kda_inputs(batch, 1, heads, width, rounded=setting.gpu)
+    inputs = kda_inputs(batch, 1, heads, width, rounded=setting.gpu)
     *token, state = (x[:, 0] if name != "state" else x for name, x in inputs.items())
     forms = {"ling3, kda_step": execution.kda_step}
     if execution.kda_step is not kda_step:
@@ -118,10 +118,10 @@ def mla_decode(
     ours = (execution or Execution.default()).latent_attention
     rng, entry = np.random.default_rng(0), latent + rope
     columns = -(-context // PAGE)
-    pages = _normal(rng, (batch * columns, PAGE, entry), dtype)
+    pages = normal(rng, (batch * columns, PAGE, entry), dtype)
     # Pages of different rows alternate, as they do once requests have come and gone.
     table = jnp.asarray(np.arange(batch * columns, dtype=np.int32).reshape(columns, batch).T)
-    q = _normal(rng, (batch, 1, heads, entry), dtype, std=entry**-0.5)
+    q = normal(rng, (batch, 1, heads, entry), dtype, std=entry**-0.5)
     positions = jnp.full((batch, heads), context - 1, jnp.int32)
     length = jnp.full(batch, context, jnp.int32)
 
@@ -151,9 +151,9 @@ def mla_prefill(
     """A prompt's attention over pages of its latents, which are expanded to keys and values of every head."""
     rng = np.random.default_rng(0)
     columns, value = -(-seq // PAGE), nope
-    pages = _normal(rng, (columns, PAGE, latent + rope), dtype)
-    weight = _normal(rng, (heads * (nope + value), latent), dtype, std=latent**-0.5)
-    q = _normal(rng, (1, heads, seq, nope + rope), dtype, std=(nope + rope) ** -0.5)
+    pages = normal(rng, (columns, PAGE, latent + rope), dtype)
+    weight = normal(rng, (heads * (nope + value), latent), dtype, std=latent**-0.5)
+    q = normal(rng, (1, heads, seq, nope + rope), dtype, std=(nope + rope) ** -0.5)
     table = jnp.arange(columns, dtype=jnp.int32)[None]
     positions = jnp.arange(seq, dtype=jnp.int32)[None]
 
@@ -205,10 +205,10 @@ def experts(
     }
     chosen = np.argsort(rng.random((tokens, count)), axis=1)[:, :top_k].astype(np.int32)
     inputs = {
-        "x": _normal(rng, (tokens, hidden), dtype),
+        "x": normal(rng, (tokens, hidden), dtype),
         "chosen": jnp.asarray(chosen),
         "weights": jnp.asarray(rng.dirichlet(np.ones(top_k), tokens), jnp.float32),
-        **{name: _normal(rng, shape, dtype, std=shape[-1] ** -0.5) for name, shape in shapes.items()},
+        **{name: normal(rng, shape, dtype, std=shape[-1] ** -0.5) for name, shape in shapes.items()},
     }
     arrays = tuple(inputs.values())
     specification = _call(dense_experts, *arrays)
@@ -228,7 +228,7 @@ def router(setting: Setting, tokens: int, count: int, top_k: int, groups: int, h
     """The choice of experts, against the same formula in numpy's float64."""
     rng = np.random.default_rng(0)
     gate = Router(
-        weight=_normal(rng, (count, hidden), jnp.float32, std=1.5 * hidden**-0.5),
+        weight=normal(rng, (count, hidden), jnp.float32, std=1.5 * hidden**-0.5),
         expert_bias=jnp.asarray(rng.uniform(-0.9, 0.1, count), jnp.float32),
         top_k=top_k,
         groups=groups,
@@ -236,7 +236,7 @@ def router(setting: Setting, tokens: int, count: int, top_k: int, groups: int, h
         normalize=True,
         scaling=2.5,
     )
-    x = _normal(rng, (tokens, hidden), jnp.float32)
+    x = normal(rng, (tokens, hidden), jnp.float32)
 
     def shares(chosen: Array, weights: Array) -> Array:
         return jnp.zeros((tokens, count)).at[jnp.arange(tokens)[:, None], chosen].set(weights)
@@ -299,24 +299,25 @@ def _peers(make: Callable[[], tuple[str, Call]]) -> list[tuple[str, Call]]:
         return [("peer", absent)]
 
 
-def _kda_inputs(batch: int, seq: int, heads: int, width: int, rounded: bool) -> dict[str, Array]:
+def kda_inputs(batch: int, seq: int, heads: int, width: int, rounded: bool) -> dict[str, Array]:
     """Inputs in the order of `chunk_kda`'s arguments. `rounded`: q, k, v and beta are exact in bfloat16, for peers."""
     rng = np.random.default_rng(0)
-    q, k, v, f = (_normal(rng, (batch, seq, heads, width), jnp.float32) for _ in range(4))
+    q, k, v, f = (normal(rng, (batch, seq, heads, width), jnp.float32) for _ in range(4))
     A_log, dt_bias = (
         jnp.asarray(rng.uniform(low, high, shape), jnp.float32)
         for low, high, shape in ((-1.0, 1.0, heads), (-5.0, 1.0, (heads, width)))
     )
-    beta = jax.nn.sigmoid(_normal(rng, (batch, seq, heads), jnp.float32))
+    beta = jax.nn.sigmoid(normal(rng, (batch, seq, heads), jnp.float32))
     q, k = l2_normalize(q) * width**-0.5, l2_normalize(k)
     if rounded:
         q, k, v, beta = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v, beta))
-    state = _normal(rng, (batch, heads, width, width), jnp.float32, std=0.1)
+    state = normal(rng, (batch, heads, width, width), jnp.float32, std=0.1)
     g = kda_gate(f, A_log, dt_bias, LOWER_BOUND)
     return jax.block_until_ready({"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state})
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, std: float = 1.0) -> Array:
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, std: float = 1.0) -> Array:
+    """Normal numbers around 0, drawn in float32."""
     return jnp.asarray(std * rng.standard_normal(shape, np.float32)).astype(dtype)
 
 
