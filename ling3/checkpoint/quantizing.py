@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from ling3 import families
-from ling3.checkpoint import hub, replacing, shards
+from ling3.checkpoint import hub, replacing, shards, tokenizer_files
 from ling3.checkpoint.accounting import account
 from ling3.checkpoint.loading import PATTERNS
 from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
-from ling3.checkpoint.saving import plan_files, replace, replaced, tokenizer_files
+from ling3.checkpoint.saving import plan_files, replace, replaced
 from ling3.formats import CompressedTensors, Mxfp4, PackedIntegers, QuantizedMatrix, fp8
 from ling3.formats.integers import GROUPS
 from ling3.layers.linear import Matrix
@@ -91,7 +91,7 @@ def quantize(
     dtypes = {leaf.path: _dtype(leaf, stored) for leaf in array_leaves(tree)}
     found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in array_leaves(tree)]
     read = _Quantizer(tensors, sources).tensor
-    tokenizer = tokenizer_files(directory) if (directory / "tokenizer.json").exists() else {}
+    tokenizer = tokenizer_files.read(directory)
     replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import functools
 import json
-import logging
 import os
 import pathlib
 import re
@@ -20,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Shaped
 
-from ling3.checkpoint import hub, replacing, safetensors_file, shards
+from ling3.checkpoint import replacing, safetensors_file, shards, tokenizer_files
 from ling3.checkpoint.names import Weight, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
@@ -34,29 +33,12 @@ from ling3.mesh.placement import Placement
 from ling3.mesh.rules import WHOLE, Share
 from ling3.mesh.sharded import placement_of
 from ling3.mesh.sharding import check, processes
-from ling3.model import CausalLM, Origin
-from ling3.runtime import regular_file
+from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown
 
-logger = logging.getLogger(__name__)
-
 CONFIG = "config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tiktoken.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-"""The files that are copied from the checkpoint `tokenizer_from`, if it has them."""
-TEMPLATES = "additional_chat_templates"
-"""A folder of chat templates, `*.jinja`, that is copied too."""
+TOKENIZER = (*tokenizer_files.NAMES, tokenizer_files.TEMPLATES)
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _DTYPES = tuple(DTYPES[name] for name in FLOATS)
@@ -113,7 +95,7 @@ def save(
                 replacing.recover(target)
             replaced(target, overwrite, ())
         found = _checked_arrays(model)
-        tokenizer = _tokenizer(model.origin, tokenizer_from) if writes else {}
+        tokenizer = tokenizer_files.chosen(model.origin, tokenizer_from) if writes else {}
         together.check()
         if check_finite:
             _check_finite(found)
@@ -140,7 +122,7 @@ def replace(
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
     try:
         with replacing.workspace(target) as new:
-            old, foreign = replaced(target, overwrite, (*TOKENIZER_FILES, TEMPLATES) if tokenizer else ())
+            old, foreign = replaced(target, overwrite, TOKENIZER if tokenizer else ())
             for name, content in tokenizer.items():
                 _write(new / name, content)
             _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
@@ -183,7 +165,7 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
         ) from error
     own = {CONFIG, shards.INDEX, shards.SINGLE, *tokenizer, *(shards.index(target) or {}).values()}
     old = sorted(name for name in there if name in own or _SHARD.fullmatch(name))
-    files = [target / name for name in old if name != TEMPLATES]
+    files = [target / name for name in old if name != tokenizer_files.TEMPLATES]
     if strange := [path.name for path in files if not path.is_file() and not path.is_symlink()]:
         raise CheckpointError(f"{target}: found {', '.join(strange)}, which is no file; give another directory")
     return old, any(name.endswith(".safetensors") for name in there.difference(old))
@@ -313,36 +295,6 @@ def _dtypes(leaf: ArrayLeaf) -> tuple[np.dtype, ...]:
     """The dtypes that a format allows for a tensor of a quantized matrix; empty for other arrays."""
     stored = leaf.module.STORED.get(leaf.field, ()) if isinstance(leaf.module, QuantizedMatrix) else ()
     return tuple(DTYPES[name] for name in stored)
-
-
-def tokenizer_files(source: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
-    """The contents of a checkpoint's tokenizer files, by name. Raises CheckpointError if it has no tokenizer."""
-    directory = hub.resolve(source, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"), revision)
-    names = [*TOKENIZER_FILES, *(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))]
-    try:
-        files = {
-            name: regular_file.read(directory / name, regular_file.TOKENIZER_BYTES)
-            for name in names
-            if (directory / name).exists()
-        }
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    if not {"tokenizer.json", "tiktoken.model"} & set(files):
-        raise CheckpointError(f"{directory}: found no tokenizer.json; give tokenizer_from a checkpoint that has one")
-    return files
-
-
-def _tokenizer(origin: Origin, source: str | os.PathLike[str] | bool | None) -> dict[str, bytes]:
-    """The files of the tokenizer that `save` is asked for; without any, a warning where the model's own is meant."""
-    if source is not True:
-        return tokenizer_files(source) if source else {}
-    if origin.path is None:
-        return {}
-    try:
-        return tokenizer_files(origin.path, origin.revision)
-    except (CheckpointError, OSError) as error:
-        logger.warning("a model is saved without a tokenizer, which serving needs: give tokenizer_from (%s)", error)
-        return {}
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
