@@ -18,6 +18,8 @@
 #
 # **Afterwards you can** name the stages of a forward pass and the shape of each, say from a config which layers are KDA
 # and which MLA, and count a model's parameters and the bytes of a sequence without allocating either.
+#
+# **It takes** a minute and a half on two cores, and 1.7 GB of memory.
 
 # %%
 import dataclasses

@@ -22,6 +22,8 @@
 #
 # **Afterwards you can** say how KDA's memory differs from linear attention's and DeltaNet's, derive the chunk form from
 # the recurrence, and work out which sub-chunk a given bound on the decay allows in float32.
+#
+# **It takes** a minute and a half on two cores, and 1.3 GB of memory.
 
 # %%
 import itertools

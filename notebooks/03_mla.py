@@ -21,6 +21,8 @@
 #
 # **Afterwards you can** count the cache of MHA, GQA and MLA in bytes, move a matrix from the cached tokens to the query
 # (*absorption*) and say when that pays, and explain why the rotated key stands apart.
+#
+# **It takes** two minutes on two cores, and 1.1 GB of memory.
 
 # %%
 import equinox as eqx

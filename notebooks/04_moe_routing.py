@@ -22,6 +22,8 @@
 #
 # **Afterwards you can** route a token by hand, say what a bias changes and what it never changes, tell whether experts
 # are evenly busy and what it takes to keep them so, and test what routing is worth to a model.
+#
+# **It takes** two to three minutes on two cores, and 2.8 GB of memory.
 
 # %%
 import dataclasses

@@ -23,6 +23,8 @@
 #
 # **Afterwards you can** cut a mechanism out of a model, choose a cut that changes one thing only, read a table of cuts
 # against skills, and say what it tells about the model, and what it does not tell about the mechanism.
+#
+# **It takes** three minutes on two cores, and 1.1 GB of memory.
 
 # %%
 import json

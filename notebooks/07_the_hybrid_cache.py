@@ -17,6 +17,8 @@
 #
 # **Afterwards you can** say what a sequence costs in bytes and in time at any context, what has to be copied to return
 # to an earlier point, and how a slot that is not cleared leaks one request into another.
+#
+# **It takes** a minute and a half on two cores, and 1.0 GB of memory.
 
 # %%
 import functools

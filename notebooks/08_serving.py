@@ -21,6 +21,8 @@
 #
 # **Afterwards you can** read a timeline of slots and pages, say which setting makes requests wait, be preempted or
 # leave rows idle, and explain what it takes for an answer to have the same bits in any company.
+#
+# **It takes** less than a minute on two cores, and 0.5 GB of memory.
 
 # %%
 import dataclasses

@@ -21,6 +21,8 @@
 #
 # **Afterwards you can** write a sequence mixer of your own, say what a server has to rely on and test it, and train,
 # save and serve a model with it.
+#
+# **It takes** four minutes on two cores, and 1.5 GB of memory.
 
 # %%
 import dataclasses

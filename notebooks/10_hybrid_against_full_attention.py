@@ -24,6 +24,8 @@
 #
 # **Afterwards you can** say what a hybrid of a given shape saves at a given context, set up a comparison of mechanisms
 # at equal parameters and tokens, and tell what its size can show from what it cannot.
+#
+# **It takes** two and a half minutes on two cores, and 1.2 GB of memory.
 
 # %%
 import pathlib

@@ -19,6 +19,8 @@
 #
 # **Afterwards you can** say which bytes a token leaves behind and when, compute a compressed entry by hand, predict
 # which earlier tokens can influence an output, and size the cache of a long sequence.
+#
+# **It takes** two minutes on two cores, and 1.1 GB of memory.
 
 # %%
 import dataclasses

@@ -25,6 +25,8 @@
 #
 # **Afterwards you can** read a schedule of micro-batches, predict a step's time from bytes and rates, and say for a
 # model, a context and a network whether the two halves are better apart.
+#
+# **It takes** a minute on two cores, and 0.9 GB of memory.
 
 # %%
 import dataclasses

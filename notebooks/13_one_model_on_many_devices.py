@@ -19,6 +19,8 @@
 #
 # **Afterwards you can** say of each weight which part a device has, count the bytes that a step sends from the shapes
 # alone, and tell which memory can be cut.
+#
+# **It takes** a minute and a half on two cores, and 0.8 GB of memory.
 
 # %%
 import equinox as eqx

@@ -18,6 +18,8 @@
 #
 # **Afterwards you can** capture activations from a batch of requests; fit a probe and say what it does and does
 # not show; steer a request; and find by patching through which layers, heads and experts an answer travels.
+#
+# **It takes** two minutes on two cores, and 1.4 GB of memory.
 
 # %%
 import itertools

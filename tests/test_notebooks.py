@@ -26,6 +26,7 @@ def test_it_opens_with_what_is_needed_and_what_is_learned(path):
     assert opening.startswith("# ")
     (needed,) = re.findall(r"^\*\*You need\*\*: (.+?)\n\n", opening, re.DOTALL | re.MULTILINE)
     (learned,) = re.findall(r"^\*\*Afterwards you can\*\* (.+?)\n(?:\n|\Z)", opening, re.DOTALL | re.MULTILINE)
+    assert re.search(r"^\*\*It takes\*\* .+ on two cores, and \d\.\d GB of memory\.$", opening, re.MULTILINE)
     assert opening.index(needed) < opening.index(learned) and len((needed + learned).splitlines()) <= 6
 
 
