@@ -149,9 +149,9 @@ def _sweep(axes: Axes, record: Record) -> None:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         axes.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
+        axes.yaxis.set_minor_formatter(NullFormatter() if np.ptp(np.log10(axes.get_ylim())) > 1 else _plain)
     axes.xaxis.set_major_formatter(_plain)
     axes.yaxis.set_major_formatter(_plain)
-    axes.yaxis.set_minor_formatter(NullFormatter() if np.ptp(np.log10(axes.get_ylim())) > 1 else _plain)
     axes.set_xlabel(record["axis"], fontsize=8)
     axes.set_ylabel(record["unit"], fontsize=8)
     told = "" if shares else " (dots: median, least and most; grey: predicted)"
