@@ -1,4 +1,4 @@
-"""What one GPU says, in eight minutes: `python -m benchmarks.gpu`.
+"""Tests and measures one GPU, and ends after at most eight minutes: `python -m benchmarks.gpu`.
 
 In this order, so that a machine that is lent for minutes has told the most important things first:
 
@@ -141,7 +141,7 @@ def _each(found: Report, part: str, work: Mapping[str, Callable[[], Any]]) -> li
 
 
 def _form(probe: Any) -> dict[str, Any]:
-    """What the probe shows, and `wrong` if it does not pass."""
+    """The findings of `examine`, with `wrong` among them if the form does not pass."""
     told = examine(probe, GPU)
     return told if passed(told) or "wrong" in told else told | {"wrong": "bits depend on the call or on other rows"}
 

@@ -39,11 +39,11 @@ class Probe:
 
 
 def examine(probe: Probe, execution: Execution) -> dict[str, Any]:
-    """What the probe shows of `execution`'s form, as plain values: `form`, `values`, `same_again`, `in_any_company`."""
+    """The findings on `execution`'s form, as plain values: `form`, `values`, `same_again`, `in_any_company`."""
     form, plain = getattr(execution, probe.operator), getattr(PLAIN, probe.operator)
     run = jax.jit(lambda rows, shared: probe.call(form, *rows, *shared))
     found = run(probe.rows, probe.shared)
-    # Each row moves by one, and all but the last one that was there now have other neighbours.
+    # Every row in another place; then the first row in its place, beside other rows.
     moved = run(tuple(jnp.roll(x, 1, 0) for x in probe.rows), probe.shared)
     strange = run(tuple(_only_first(x) for x in probe.rows), probe.shared)
     told: dict[str, Any] = {
