@@ -16,7 +16,7 @@ from ling3.text.tool_calls import ToolForm
 MOST = 128
 """The most tools of a request."""
 NAME = r"^[A-Za-z0-9_.:/-]{1,64}$"
-"""What a tool may be called."""
+"""The names that a tool may have."""
 
 Functional = TypeVar("Functional")
 Textual = TypeVar("Textual")
@@ -69,7 +69,7 @@ class Tools:
     offered: Sequence[Callable]
     form: ToolForm | None
     allowed: frozenset[str]
-    """Those that may be called."""
+    """The names of the tools that the model may call."""
     required: bool
     """Whether one has to be called."""
     several: bool
