@@ -101,6 +101,7 @@ class StoredTensor(NamedTuple):
         return f"{self.name}, in {self.file.path.name}"
 
     @property
+    @no_type_check  # called for every tensor
     def nbytes(self) -> int:
         """The size in the file, in bytes; 0 for a dtype that cannot be read."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, no_type_check
 
 import equinox as eqx
 import jax
@@ -93,6 +93,7 @@ class Quantization:
         """The fields as a published `quantization_config` has them."""
         return json.loads(self.source)
 
+    @no_type_check  # called for every expert, as is _names
     def scheme(self, module: str, kind: str = "Linear") -> Scheme | None:
         """The scheme of the module with this published name and this class in torch; None if it is not quantized."""
         if self.method == "fp8":
@@ -118,6 +119,7 @@ class Quantization:
 _ROUTED = re.compile(r"\.experts\.\d+\.")
 
 
+@no_type_check
 def _names(target: str, module: str, kind: str) -> bool:
     """True if the target is the class, or matches the name as `match_name` would (tests/parity/test_names.py)."""
     if target.startswith("re:"):
@@ -125,6 +127,7 @@ def _names(target: str, module: str, kind: str) -> bool:
     return target in (module, kind)
 
 
+@no_type_check
 def _names_for_fp8(pattern: str, module: str) -> bool:
     """True if the pattern matches from the start up to the end of a part of the name, or is a suffix: transformers'
     `should_convert_module`, negated (tests/parity/test_names.py)."""

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, no_type_check
 
 import equinox as eqx
 import jax
@@ -24,6 +24,7 @@ def scoped(method: Method) -> Method:
     return within  # type: ignore[return-value]
 
 
+@no_type_check  # called for every field of every module
 def with_names(node: _Tree, name: str = "") -> _Tree:
     """The tree, with the `name` of each module that has one set to the name of the field that holds it."""
     if isinstance(node, tuple | list):
