@@ -95,7 +95,7 @@ CPU = dataclasses.replace(
     experts=cpu.experts.experts,
     product=cpu.matmul.product,
     take_rows=cpu.rows.take_rows,
-    narrow_from=cpu.products.LEAST["dense"],
+    narrow_from=2**21,
 )
 
 

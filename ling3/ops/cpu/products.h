@@ -23,6 +23,9 @@ constexpr int64_t IN_PLACE = F::REGISTERS == 1 ? BLOCK : 16;
 constexpr int64_t BYTES = 4 * LANES;
 // Bytes ahead of their use at which a weight is asked for.
 constexpr int64_t AHEAD = 4096;
+// The STRIP rows are asked for one after another if they have fewer bytes than a page, else all at once: a processor
+// that reads several places of a page in turn does not foresee the next.
+constexpr int64_t PAGE = 4096;
 
 // Floats of a row that is laid out: whole steps, of which the longest has 128 numbers, and such rows begin in other
 // lines of the cache.
@@ -269,6 +272,9 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
   for (int o = 0; o < STRIP; o++) plain &= is_open(weight, outer + o, part, scales + o * UNITS);
   if (!plain) return false;
   const uint8_t* at = weight.row(outer) + part * LINE;
+  const bool in_turn = stride < PAGE;
+  const int64_t apart = in_turn ? BYTES : stride, onward = in_turn ? STRIP * BYTES : BYTES;
+  const uint8_t* asked = weight.row(outer) + ahead + part * LINE / BYTES * onward;
   const float* rows[R];
   for (int r = 0; r < R; r++) rows[r] = x[r];
   Bytes worst{};
@@ -277,7 +283,7 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
     const typename F::Scale* scale = scales + i * F::STEP / UNIT;
 #pragma GCC unroll 8
     for (int o = 0; o < STRIP; o++) {
-      __builtin_prefetch(at + o * stride + ahead, 0, 1);
+      __builtin_prefetch(asked + o * apart, 0, 1);
       Lanes numbers[F::REGISTERS];
       F::step(at + o * stride, scale + o * UNITS, numbers, worst);
       // Otherwise the compiler keeps all of x's numbers from one row of the weight to the next, on the stack.
@@ -291,7 +297,7 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
         }
       }
     }
-    at += BYTES;
+    at += BYTES, asked += onward;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) rows[r] += F::REGISTERS * LANES;
   }
