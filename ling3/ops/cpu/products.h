@@ -23,8 +23,9 @@ constexpr int64_t IN_PLACE = F::REGISTERS == 1 ? BLOCK : 16;
 constexpr int64_t BYTES = 4 * LANES;
 // Bytes ahead of their use at which a weight is asked for.
 constexpr int64_t AHEAD = 4096;
-// The STRIP rows are asked for one after another if they have fewer bytes than a page, else all at once: a processor
-// that reads several places of a page in turn does not foresee the next.
+// The STRIP rows of a dense weight are asked for one after another if they have fewer bytes than a page, else all at
+// once: a processor that reads several places of a page in turn does not foresee the next. Others are decoded too slowly
+// for that to pay.
 constexpr int64_t PAGE = 4096;
 
 // Floats of a row that is laid out: whole steps, of which the longest has 128 numbers, and such rows begin in other
@@ -272,7 +273,7 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
   for (int o = 0; o < STRIP; o++) plain &= is_open(weight, outer + o, part, scales + o * UNITS);
   if (!plain) return false;
   const uint8_t* at = weight.row(outer) + part * LINE;
-  const bool in_turn = stride < PAGE;
+  const bool in_turn = F::DENSE && stride < PAGE;
   const int64_t apart = in_turn ? BYTES : stride, onward = in_turn ? STRIP * BYTES : BYTES;
   const uint8_t* asked = weight.row(outer) + ahead + part * LINE / BYTES * onward;
   const float* rows[R];
