@@ -26,6 +26,7 @@ def main(
     show: Annotated[bool, tyro.conf.arg(name="list")] = False,
     vllm: Path | None = None,
     mlx: Path | None = None,
+    llama_cpp: Path | None = None,
     out: Path = Path("benchmarks/results"),
     scratch: Path = SCRATCH,
 ) -> None:
@@ -41,6 +42,7 @@ def main(
         show: list the cases, and measure nothing.
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
         mlx: the Python of an environment with mlx-lm, for the cases that compare with it.
+        llama_cpp: the directory of llama.cpp's source code, with programs in build/bin, for the same.
         out: directory for a JSON file and a plot of each group.
         scratch: directory for random checkpoints and caches, which are kept; the largest checkpoint has 5 GB.
     """
@@ -54,7 +56,7 @@ def main(
         for case in wanted:
             print(f"{case.name}: {case.question}")
         return
-    records = run_all(wanted, quick, rounds, out, scratch, vllm, mlx)
+    records = run_all(wanted, quick, rounds, out, scratch, vllm, mlx, llama_cpp)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(records))
     if any(record["outcome"] in ("wrong", "failed") for record in records):
         sys.exit(1)
@@ -68,13 +70,14 @@ def run_all(
     scratch: Path,
     vllm: Path | None = None,
     mlx: Path | None = None,
+    llama_cpp: Path | None = None,
 ) -> list[report.Record]:
     """Runs the cases and returns their records, each written to `out` as soon as it is complete.
 
     Cases of the group gpu run at full size only on a GPU. Cases of one scale have one `Setting`, which keeps what they
     share.
     """
-    settings = {scale: Setting(scale, scratch, vllm, mlx) for scale in ("full", "toy")}
+    settings = {scale: Setting(scale, scratch, vllm, mlx, llama_cpp) for scale in ("full", "toy")}
     records = []
     with _progress() as progress:
         task = progress.add_task("", total=len(wanted))

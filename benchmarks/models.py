@@ -149,6 +149,22 @@ LLAMA = LlamaConfig(
 )
 """Llama-3.2-1B's full width with four of its 16 layers, 506 million parameters."""
 
+SMOLLM2 = dataclasses.replace(
+    LLAMA,
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    rope_theta=100000.0,
+    rope_scaling=None,
+    bos_token_id=1,
+    eos_token_id=(2,),
+)
+"""SmolLM2-135M, with all its layers: its largest matrix but the embedding has 884,736 numbers."""
+
 QWEN3 = Qwen3Config(
     vocab_size=151936,
     hidden_size=1024,

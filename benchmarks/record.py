@@ -47,9 +47,9 @@ def _arguments() -> Iterator[str]:
     for argument in arguments:
         if argument in ("--scratch", "--out"):
             next(arguments, None)
-        elif argument in ("--vllm", "--mlx"):
+        elif argument in ("--vllm", "--mlx", "--llama-cpp"):
             next(arguments, None)
-            yield from (argument, "PYTHON")
+            yield from (argument, "DIR" if argument == "--llama-cpp" else "PYTHON")
         elif not argument.startswith(("--scratch=", "--out=")):
             yield argument
 

@@ -133,9 +133,10 @@ class Setting:
         scratch: Path,
         vllm: Path | None = None,
         mlx: Path | None = None,
+        llama_cpp: Path | None = None,
     ):
         self.scale: Scale = scale
-        self.scratch, self.vllm, self.mlx = scratch, vllm, mlx
+        self.scratch, self.vllm, self.mlx, self.llama_cpp = scratch, vllm, mlx, llama_cpp
         self.backend = jax.default_backend()
         self._kept: tuple[Any, Any] | None = None
         self._found: dict[Any, Any] = {}

@@ -36,13 +36,23 @@ def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
 
 def step_bytes(model: ling3.CausalLM) -> float:
     """Bytes of weights that a decode step of one row reads: all but the embedding and the experts not chosen."""
-    share = model.config.num_experts_per_tok / model.config.num_experts
     total = 0.0
     for path, array in jax.tree_util.tree_leaves_with_path(model):
-        name = jax.tree_util.keystr(path)
+        name, config = jax.tree_util.keystr(path), model.config
         if "word_embeddings" not in name:
-            total += array.nbytes * (share if ".experts." in name else 1)
+            total += array.nbytes * (config.num_experts_per_tok / config.num_experts if ".experts." in name else 1)
     return total
+
+
+def likely(directory: Path, batch: Tokens, tokens: Tokens, **allowed: float) -> str:
+    """Checks tokens against the checkpoint in a directory, dequantized to float32; it is loaded only for this check."""
+    seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
+
+    def logits() -> np.ndarray:
+        oracle = ling3.load(directory, dtype=jnp.float32, dequantize=True)
+        return np.asarray(oracle(seen)[:, -len(tokens[0]) :])
+
+    return likeliest(tokens, logits, **allowed)
 
 
 class Models:
@@ -55,18 +65,6 @@ class Models:
         self.directory = source if form == "bfloat16" else quantized(config, setting.scratch, form)
         self.own = ling3.load(self.directory, dtype=jnp.bfloat16 if form == "bfloat16" else jnp.float32)
         self.wide = ling3.load(source, dtype=jnp.float32)
-
-    def likely(self, batch: Tokens, tokens: Tokens, **allowed: float) -> str:
-        """Checks tokens against the dequantized model, which is loaded only for this check."""
-        seen = jnp.asarray([[*prompt, *row[:-1]] for prompt, row in zip(batch, tokens, strict=True)])
-
-        def logits() -> np.ndarray:
-            oracle = self.wide
-            if self.form != "bfloat16":
-                oracle = ling3.load(self.directory, dtype=jnp.float32, dequantize=True)
-            return np.asarray(oracle(seen)[:, -len(tokens[0]) :])
-
-        return likeliest(tokens, logits, **allowed)
 
     def peer(self, batch: Tokens) -> Side:
         """mlx-lm's side. It quantizes differently from ling3, so it is checked in float32."""
@@ -101,7 +99,7 @@ def _decode(setting: Setting, form: str, rows: int) -> Trial:
         Side(
             f"ling3, {form}",
             per_step(functools.partial(generate, models.own), batch, NEW),
-            lambda: models.likely(batch, generate(models.own, batch, NEW), **allowed),
+            lambda: likely(models.directory, batch, generate(models.own, batch, NEW), **allowed),
         ),
         Side(WIDE, per_step(functools.partial(generate, models.wide), batch, NEW), is_peer),
     ]

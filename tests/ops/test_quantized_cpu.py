@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -70,17 +71,18 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
     return packed_integers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
 
 
-def numbers_of(matrix):
-    """The numbers by which the kernel multiplies: its products with the rows of the identity."""
-    return np.asarray(KERNEL(jnp.eye(matrix.shape[-1]), matrix)).T
+DTYPES = (jnp.float32, jnp.bfloat16)
+"""Those of x: some processors multiply two numbers in bfloat16 at once."""
 
 
 def check_numbers(matrix):
+    """The numbers by which the kernel multiplies are its products with the rows of the identity."""
     expected = np.asarray(matrix.decoded())
-    np.testing.assert_array_equal(numbers_of(matrix), expected)
-    for column in (0, matrix.shape[-1] - 1):  # the form for few rows
-        one = KERNEL(jnp.zeros((1, matrix.shape[-1])).at[0, column].set(1), matrix)
-        np.testing.assert_array_equal(one[0], expected[:, column])
+    for dtype in DTYPES:
+        np.testing.assert_array_equal(KERNEL(jnp.eye(matrix.shape[-1], dtype=dtype), matrix).T, expected)
+        for column in (0, matrix.shape[-1] - 1):  # the form for few rows
+            one = KERNEL(jnp.zeros((1, matrix.shape[-1]), dtype).at[0, column].set(1), matrix)
+            np.testing.assert_array_equal(one[0], expected[:, column])
 
 
 # Sizes beside the kernels' registers, strips, panels, tiles, parts and tasks. No part or step ends with the matrix.
@@ -100,7 +102,7 @@ def test_it_is_the_product_summed_in_float32(kind):
     for outer, inner in sizes(kind)[1:]:
         matrix = drawn(kind, outer, inner)
         weight = np.asarray(matrix.decoded(), np.float64)
-        for rows, dtype in ((1, jnp.float32), (3, jnp.float32), (13, jnp.float32), (3, jnp.bfloat16)):
+        for rows, dtype in itertools.product((1, 3, 13), DTYPES):
             x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, inner)), dtype)
             assert CALL in KERNEL.lower(x, matrix).as_text()
             y, wide = KERNEL(x, matrix), np.asarray(x, np.float64)
@@ -109,12 +111,13 @@ def test_it_is_the_product_summed_in_float32(kind):
             assert np.all(np.abs(np.asarray(y, np.float64) - wide @ weight.T) <= bound)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", SOME)
-def test_a_rows_bits_are_its_own(kind):
+def test_a_rows_bits_are_its_own(kind, dtype):
     """Whoever its neighbours are, and however many; with steps and strips that are not whole at the end."""
     outer, inner = sizes(kind)[2]
     matrix = drawn(kind, outer, inner)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((300, inner)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((300, inner)), dtype)
     whole = np.asarray(KERNEL(x, matrix))
     for rows in (1, 2, 3, 4, 129):
         np.testing.assert_array_equal(KERNEL(x[-rows:], matrix), whole[-rows:])
@@ -153,8 +156,8 @@ def check_products_of_one(x, matrix):
     weight = np.where(np.abs(weight) < 2**-126, 0, weight)
     with np.errstate(invalid="ignore"):
         expected = np.stack([np.sum(np.where(row == 0, weight * 0, weight), axis=1) for row in x])
-    for rows in (x, x[:1]):
-        seen = np.asarray(KERNEL(jnp.asarray(rows), matrix))
+    for rows, dtype in itertools.product((x, x[:1]), DTYPES):
+        seen = np.asarray(KERNEL(jnp.asarray(rows, dtype), matrix))
         seen = np.where(np.abs(seen) < 2**-126, 0, seen)
         np.testing.assert_array_equal(seen, expected[: len(rows)])
 

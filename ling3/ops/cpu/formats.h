@@ -180,89 +180,141 @@ struct Stored {
 
   // True if `step` alone decodes it, at the cost of a load: it is decoded again for every few rows of x.
   static constexpr bool DENSE = false;
-  // Numbers in a lane.
-  static constexpr int IN_LANE = 1;
+  // Numbers in a lane, and how far apart they are in a row: one in float32, or two in bfloat16.
+  static constexpr int IN_LANE = 1, APART = 1;
 
   const uint8_t* row(int64_t outer) const { return numbers + outer * stride; }
-
-  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) { return multiply_add(weight, x, sum); }
 };
+
+// IN_LANE of a weight whose numbers are bfloat16's, for rows of x of type X. (PAIRS: as other processors can.)
+#if defined(__AVX512BF16__) || defined(PAIRS)
+template <class X>
+constexpr int LANE_OF = std::is_same_v<X, BFloat16> ? 2 : 1;
+#else
+template <class X>
+constexpr int LANE_OF = 1;
+#endif
+
+// The products of a weight's and x's numbers, added to `sum`: of two in a lane each with a rounding of its own.
+template <int IN_LANE>
+INLINE Lanes add_products(Lanes weight, Lanes x, Lanes sum) {
+  if constexpr (IN_LANE == 1) return multiply_add(weight, x, sum);
+#if defined(__AVX512BF16__)
+  return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
+#else
+  sum = multiply_add((Lanes)((Words)weight << 16), (Lanes)((Words)x << 16), sum);
+  return multiply_add((Lanes)((Words)weight & 0xffff0000), (Lanes)((Words)x & 0xffff0000), sum);
+#endif
+}
+
+// Writes a register of two numbers in a lane as IN_LANE says: the same, or one register for each of the two.
+template <int IN_LANE>
+INLINE void put_pairs(Words pairs, Lanes* out) {
+  out[0] = (Lanes)(IN_LANE == 2 ? pairs : pairs << 16);
+  if constexpr (IN_LANE == 1) out[1] = (Lanes)(pairs & 0xffff0000);
+}
 
 // ---- numbers as they are multiplied ----
 
+// Of the same type as x.
 template <class T>
 struct Dense : Stored {
   static constexpr bool DENSE = true, HAS_NAN = false;
-  static constexpr int REGISTERS = 4 / sizeof(T);
-  static constexpr int64_t STEP = REGISTERS * LANES;
+  static constexpr int IN_LANE = LANE_OF<T>, IN_WORD = 4 / sizeof(T), REGISTERS = IN_WORD / IN_LANE;
+  static constexpr int64_t STEP = IN_WORD * LANES;
   using Scale = uint8_t;
 
-  static constexpr int64_t element(int k, int lane) { return lane * REGISTERS + k; }
+  static constexpr int64_t element(int k, int lane) { return lane * IN_WORD + k; }
 
   INLINE static void step(const uint8_t* at, const Scale*, Lanes* out, Bytes&) {
     const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
-    if constexpr (REGISTERS == 1) {
+    if constexpr (IN_WORD == 1) {
       out[0] = (Lanes)words;
     } else {
-      out[0] = (Lanes)(words << 16);
-      out[1] = (Lanes)(words & 0xffff0000);
+      put_pairs<IN_LANE>(words, out);
     }
   }
 };
 
-#if defined(__AVX512BF16__) || defined(PAIRS)
-// Two numbers in a lane, each of whose products is added with a rounding of its own. (PAIRS: as other processors can.)
-template <>
-struct Dense<BFloat16> : Stored {
-  static constexpr bool DENSE = true, HAS_NAN = false;
-  static constexpr int REGISTERS = 1, IN_LANE = 2;
-  static constexpr int64_t STEP = IN_LANE * LANES;
-  using Scale = uint8_t;
-
-  static constexpr int64_t element(int, int lane) { return IN_LANE * lane; }
-
-  INLINE static void step(const uint8_t* at, const Scale*, Lanes* out, Bytes&) {
-    out[0] = (Lanes) * reinterpret_cast<const LooseBytes*>(at);
-  }
-
-  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) {
-#if defined(__AVX512BF16__)
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
-#else
-    sum = multiply_add((Lanes)((Words)weight << 16), (Lanes)((Words)x << 16), sum);
-    return multiply_add((Lanes)((Words)weight & 0xffff0000), (Lanes)((Words)x & 0xffff0000), sum);
-#endif
-  }
-};
-#endif
-
 // ---- four bits whose sixteen numbers are looked up ----
 
+#if defined(__AVX512BF16__)
+// Steps of two numbers a byte, the first in the lower bits. `Codes` has the sixteen numbers and the scales. Two units
+// are looked up at once, half of their numbers in each of two registers.
+template <class Codes, int PER_LANE>
+struct Nibbles : Stored {
+  static constexpr bool HAS_NAN = false;
+  static constexpr int IN_LANE = PER_LANE, OF_PAIRS = 2 / IN_LANE, REGISTERS = 4 * OF_PAIRS, APART = 4;
+  static constexpr int64_t STEP = 4 * UNIT;
+  using Scale = float;
+
+  static constexpr int64_t element(int k, int lane) {
+    const int looked_up = k / OF_PAIRS, unit = looked_up / 2 * 2 + lane / 8;
+    return unit * UNIT + lane % 4 * 8 + k % OF_PAIRS * APART + looked_up % 2 * 2 + lane / 4 % 2;
+  }
+
+  bool open(int64_t outer, int64_t part, Scale* to) const {
+    const auto own = [own = Codes::scales(*this, outer)](int64_t i) { return widened(Codes::bfloat16(own[i])); };
+    spread(part, groups, shift, to, own);
+    return !extreme<uint32_t>(to, 0x7fffffff, 3u << 23, 248u << 23, false);  // with two binades to spare at both ends
+  }
+
+  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+    const __m512 numbers = _mm512_load_ps(Codes::NUMBERS);
+    // A word has four codes. Its first two go to the quarters of a unit, and so do the other two.
+    const __m512i first = _mm512_maskz_set1_epi16(0xff00ff00, 4), last = _mm512_add_epi16(first, _mm512_set1_epi16(8));
+    const __m512i fifteen = _mm512_set1_epi16(15), second_unit = _mm512_maskz_set1_epi16(0xffff0000, 16);
+    const __m512i quarters = _mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0);
+#pragma GCC unroll 2
+    for (int unit = 0; unit < 4; unit += 2) {
+      const __m512 lower = _mm512_mul_ps(numbers, _mm512_set1_ps(scales[unit]));
+      const __m512 upper = _mm512_mul_ps(numbers, _mm512_set1_ps(scales[unit + 1]));
+      const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(upper, lower);
+      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + UNIT / 2 * unit));
+      const __m512i words = _mm512_permutexvar_epi64(quarters, _mm512_castsi256_si512(codes));
+      const __m512i places[2] = {_mm512_srlv_epi16(words, first), _mm512_srlv_epi16(words, last)};
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        // places & 15 | second_unit
+        const __m512i index = _mm512_ternarylogic_epi32(places[i], fifteen, second_unit, 0xea);
+        put_pairs<IN_LANE>((Words)_mm512_permutexvar_epi16(index, table), out + (unit + i) * OF_PAIRS);
+      }
+    }
+  }
+
+  float number(int64_t outer, int64_t i) const {
+    const int code = row(outer)[i / 2] >> i % 2 * 4 & 15;
+    return Codes::number(code, Codes::scales(*this, outer)[(i / UNIT) >> shift]);
+  }
+};
+#else
 // The sixteen numbers of all scales in bfloat16, in two planes of bytes. The lower byte of a scale tells the lower ones;
 // to the upper ones of it, its own is added. `zero` says which codes are zeros, whose upper byte nothing is added to.
 struct Table {
   alignas(64) uint8_t low[256][16], high[256][16];
   alignas(64) uint8_t place[4 * LANES];
 
-  template <class Number>
-  explicit Table(Number number) {
+  explicit Table(const float* numbers) {
     for (int byte = 0; byte < 256; byte++) {
       const BFloat16 scale{uint16_t(0x4000 | byte)};
       for (int code = 0; code < 16; code++) {
         BFloat16 own;
-        narrow(number(code) * widened(scale), &own);
-        const bool zero = number(code) == 0;
+        narrow(numbers[code] * widened(scale), &own);
+        const bool zero = numbers[code] == 0;
         low[byte][code] = uint8_t(own.bits);
         high[byte][code] = zero ? 0 : uint8_t((own.bits >> 8) - 0x40);
         for (int q = 0; q < QUARTERS; q++) place[16 * q + code] = zero ? 128 : 2 * q + 1;
       }
-      for (int code = 0; code < 16; code++) if (number(code) == 0) low[byte][code] = 0;
+      for (int code = 0; code < 16; code++) if (numbers[code] == 0) low[byte][code] = 0;
     }
   }
 };
 
-// Steps of two numbers a byte, the first in the lower bits. `Codes` has the table and the scales.
 template <class Codes>
+const Table TABLE(Codes::NUMBERS);
+
+// Steps of two numbers a byte, the first in the lower bits. `Codes` has the sixteen numbers and the scales.
+template <class Codes, int>
 struct Nibbles : Stored {
   static constexpr int REGISTERS = 8;
   static constexpr bool HAS_NAN = false;
@@ -274,12 +326,13 @@ struct Nibbles : Stored {
   }
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
-    spread(part, groups, shift, to, [own = Codes::scales(*this, outer)](int64_t i) { return Codes::bfloat16(own[i]); });
+    const auto own = [own = Codes::scales(*this, outer)](int64_t i) { return Codes::bfloat16(own[i]).bits; };
+    spread(part, groups, shift, to, own);
     return !extreme<uint16_t>(to, 0x7fff, 0x180, 0x7c00, false);  // with two binades to spare at both ends
   }
 
   INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
-    const Table& table = Codes::TABLE;
+    const Table& table = TABLE<Codes>;
     const uint8_t *lows[QUARTERS], *highs[QUARTERS];
 #pragma GCC unroll 4
     for (int q = 0; q < QUARTERS; q++) {
@@ -307,11 +360,8 @@ struct Nibbles : Stored {
       const Bytes lower = lookup(low, halves[n]), upper = lookup(high, halves[n]);
       const Words pairs[2] = {(Words)interleaved<false>(lower, upper, EVERY_BYTE),
                               (Words)interleaved<true>(lower, upper, EVERY_BYTE)};
-#pragma GCC unroll 2
-      for (int u = 0; u < 2; u++) {
-        out[4 * n + 2 * u] = (Lanes)(pairs[u] << 16);
-        out[4 * n + 2 * u + 1] = (Lanes)(pairs[u] & 0xffff0000);
-      }
+      put_pairs<1>(pairs[0], out + 4 * n);
+      put_pairs<1>(pairs[1], out + 4 * n + 2);
     }
   }
 
@@ -320,30 +370,25 @@ struct Nibbles : Stored {
     return Codes::number(code, Codes::scales(*this, outer)[(i / UNIT) >> shift]);
   }
 };
+#endif
 
 // Integers with scales in bfloat16.
 struct Int4Codes {
+  alignas(64) static constexpr float NUMBERS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static const BFloat16* scales(const Stored& from, int64_t outer) {
     return reinterpret_cast<const BFloat16*>(from.scales) + outer * from.groups;
   }
-  static uint16_t bfloat16(BFloat16 scale) { return scale.bits; }
-  static float number(int code, BFloat16 scale) { return rounded<BFloat16>(float(code - 8) * widened(scale)); }
-  static const Table TABLE;
+  static BFloat16 bfloat16(BFloat16 scale) { return scale; }
+  static float number(int code, BFloat16 scale) { return rounded<BFloat16>(NUMBERS[code] * widened(scale)); }
 };
-const Table Int4Codes::TABLE([](int code) { return float(code - 8); });
 
 // E2M1 with exponents.
 struct Mxfp4Codes {
+  alignas(64) static constexpr float NUMBERS[] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6};
   static const uint8_t* scales(const Stored& from, int64_t outer) { return from.scales + outer * from.groups; }
-  static uint16_t bfloat16(uint8_t scale) { return uint16_t(scale << 7); }
-  static float e2m1(int code) {
-    constexpr float SIZES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-    return code & 8 ? -SIZES[code & 7] : SIZES[code];
-  }
-  static float number(int code, uint8_t scale) { return e2m1(code) * power_of_two(scale); }
-  static const Table TABLE;
+  static BFloat16 bfloat16(uint8_t scale) { return {uint16_t(scale << 7)}; }
+  static float number(int code, uint8_t scale) { return NUMBERS[code] * power_of_two(scale); }
 };
-const Table Mxfp4Codes::TABLE(e2m1);
 
 // ---- integers that are multiplied by their scale ----
 
@@ -353,26 +398,25 @@ struct Repeated {
   static constexpr int of(int i) { return i / N; }
 };
 
-template <int BITS, class S>
+template <int BITS, class S, int PER_LANE = 1>
 struct Scaled : Stored {
-  static constexpr int REGISTERS = 32 / BITS;
   static constexpr bool HAS_NAN = false;
-  static constexpr int64_t STEP = REGISTERS * LANES;
-  static constexpr int OFFSET = 1 << (BITS - 1);
-  static constexpr uint32_t MASK = (1u << BITS) - 1;
-  using Scale = float;
-
 #if defined(__AVX512BF16__)
   // Two registers are rounded to bfloat16 at once, and then lie in one in turn.
   static constexpr bool IN_PAIRS = std::is_same_v<S, BFloat16>;
 #else
   static constexpr bool IN_PAIRS = false;
 #endif
+  static constexpr int IN_WORD = 32 / BITS, IN_LANE = PER_LANE, REGISTERS = IN_WORD / IN_LANE, APART = IN_WORD;
+  static constexpr int64_t STEP = IN_WORD * LANES;
+  static constexpr int OFFSET = 1 << (BITS - 1);
+  static constexpr uint32_t MASK = (1u << BITS) - 1;
+  using Scale = float;
 
   static constexpr int64_t element(int k, int lane) {
-    if (!IN_PAIRS) return lane * REGISTERS + k;
-    const int half = LANES / 2;
-    return (lane % half * 2 + k % 2) * REGISTERS + k / 2 * 2 + lane / half;
+    if (!IN_PAIRS) return lane * IN_WORD + k;
+    const int number = k * IN_LANE, half = LANES / 2;
+    return (lane % half * 2 + number % 2) * IN_WORD + number / 2 * 2 + lane / half;
   }
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
@@ -412,25 +456,25 @@ struct Scaled : Stored {
       scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
     }
     const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    Lanes numbers[IN_WORD];
 #pragma GCC unroll 8
-    for (int k = 0; k < REGISTERS; k++) {
-      const Words code = k == REGISTERS - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
+    for (int k = 0; k < IN_WORD; k++) {
+      const Words code = k == IN_WORD - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
       const Lanes number = __builtin_convertvector((Signed)code, Lanes);
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
       // Rounded once, it is q · scale.
-      out[k] = multiply_add(number, scale, scale * -float(OFFSET));
+      numbers[k] = multiply_add(number, scale, scale * -float(OFFSET));
 #else
-      out[k] = (number - float(OFFSET)) * scale;
+      numbers[k] = (number - float(OFFSET)) * scale;
 #endif
-      if constexpr (!IN_PAIRS) out[k] = nearest(out[k]);
+      if constexpr (!IN_PAIRS) out[k] = nearest(numbers[k]);
     }
 #if defined(__AVX512BF16__)
     if constexpr (IN_PAIRS) {
 #pragma GCC unroll 4
-      for (int k = 0; k < REGISTERS; k += 2) {
-        const Words both = (Words)_mm512_cvtne2ps_pbh((__m512)out[k + 1], (__m512)out[k]);
-        out[k] = (Lanes)(both << 16);
-        out[k + 1] = (Lanes)(both & 0xffff0000);
+      for (int k = 0; k < IN_WORD; k += 2) {
+        const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)numbers[k + 1], (__m512)numbers[k]);
+        put_pairs<IN_LANE>((Words)pairs, out + k / IN_LANE);
       }
     }
 #endif

@@ -9,7 +9,8 @@ namespace {
 // integers. Numbers in float32 and bfloat16 are what they are, and have no scales.
 struct Arrays {
   ffi::AnyBuffer numbers, scales;
-  int64_t inner;  // numbers of a row
+  int64_t inner;    // numbers of a row
+  ffi::DataType x;  // the type of the rows that it is multiplied by
 
   int64_t outer() const { return numbers.dimensions()[numbers.dimensions().size() - 2]; }
 
@@ -38,31 +39,41 @@ struct Arrays {
   // run(matrix i of the stack, in its format).
   template <class Run>
   void with(int64_t i, Run run) const {
-    const Stored stored = at(i);
-    auto as = [&](auto format) {
-      static_cast<Stored&>(format) = stored;
-      run(format);
-    };
-#if !defined(QUANTIZED)
-    numbers.element_type() == ffi::F32 ? as(Dense<float>{}) : as(Dense<BFloat16>{});
-#else
-    const ffi::DataType scale = scales.element_type();
-    if (is_fp8()) {
-      scale == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
-    } else if (numbers.element_type() == ffi::U8) {
-      as(Nibbles<Mxfp4Codes>{});
-    } else if (stored.bytes >= inner) {
-      scale == ffi::BF16 ? as(Scaled<8, BFloat16>{}) : scale == ffi::F16 ? as(Scaled<8, Float16>{}) : as(Scaled<8, float>{});
-    } else {
-      scale == ffi::BF16 ? as(Nibbles<Int4Codes>{}) : scale == ffi::F16 ? as(Scaled<4, Float16>{}) : as(Scaled<4, float>{});
-    }
-#endif
+    x == ffi::BF16 ? with_rows_of<BFloat16>(at(i), run) : with_rows_of<float>(at(i), run);
   }
 
   // Lays out a row of x in the order of the format.
   template <class T>
   void lay(const T* row, float* laid) const {
     with(0, [&](auto format) { Order<decltype(format)>::own().lay(row, inner, laid); });
+  }
+
+ private:
+  // The same for rows of x of type X.
+  template <class X, class Run>
+  void with_rows_of(const Stored& stored, Run run) const {
+    auto as = [&](auto format) {
+      static_cast<Stored&>(format) = stored;
+      run(format);
+    };
+#if !defined(QUANTIZED)
+    as(Dense<X>{});
+#else
+    const ffi::DataType scale = scales.element_type();
+    if (is_fp8()) {
+      scale == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
+    } else if (numbers.element_type() == ffi::U8) {
+      as(Nibbles<Mxfp4Codes, LANE_OF<X>>{});
+    } else if (stored.bytes >= inner) {
+      scale == ffi::BF16  ? as(Scaled<8, BFloat16, LANE_OF<X>>{})
+      : scale == ffi::F16 ? as(Scaled<8, Float16>{})
+                          : as(Scaled<8, float>{});
+    } else {
+      scale == ffi::BF16  ? as(Nibbles<Int4Codes, LANE_OF<X>>{})
+      : scale == ffi::F16 ? as(Scaled<4, Float16>{})
+                          : as(Scaled<4, float>{});
+    }
+#endif
   }
 };
 
@@ -96,7 +107,7 @@ std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffe
 ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
                    ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> laid) {
   const int64_t rows = x.dimensions()[0];
-  const Arrays weight{numbers, scales, x.dimensions()[1]};
+  const Arrays weight{numbers, scales, x.dimensions()[1], x.element_type()};
   const int64_t outer = weight.outer(), inner = weight.inner;
   const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
   std::vector<const float*> from;
@@ -151,8 +162,9 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], intermediate = gate_numbers.dimensions()[1];
   const int64_t experts = gate_numbers.dimensions()[0], slots = order.dimensions()[0];
   const int64_t top_k = slots / std::max<int64_t>(tokens, 1);
-  const Arrays gate{gate_numbers, gate_scales, hidden}, up{up_numbers, up_scales, hidden};
-  const Arrays down{down_numbers, down_scales, intermediate};
+  const ffi::DataType type = x.element_type();
+  const Arrays gate{gate_numbers, gate_scales, hidden, type}, up{up_numbers, up_scales, hidden, type};
+  const Arrays down{down_numbers, down_scales, intermediate, type};
   const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
   const bool narrowed = x.element_type() == ffi::BF16;
   const std::vector<bool> laid_out = lay(pool, gate, x, laid->typed_data());

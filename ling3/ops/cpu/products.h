@@ -9,7 +9,9 @@ namespace {
 
 // Rows of a weight that are decoded together, whose sums are kept in registers for up to FEW_ROWS rows of x; the tile of
 // TALL rows of x by WIDE of the weight; rows of a panel, and rows of x that it is decoded for.
-constexpr int STRIP = 4, FEW_ROWS = 3;
+constexpr int STRIP = 4;
+template <class F>
+constexpr int FEW_ROWS = F::IN_LANE == 2 && !F::DENSE ? 5 : 3;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TALL = 6, WIDE = 4, PANEL = 24;
 #else
@@ -35,13 +37,14 @@ inline int64_t padded(int64_t inner) { return (inner + 127) / 128 * 128 + 16; }
 // F's order of a row.
 template <class F>
 struct Order {
+  using Laid = std::conditional_t<F::IN_LANE == 2, BFloat16, float>;
   int16_t from[F::STEP], to[F::STEP];
 
   Order() {
     for (int k = 0; k < F::REGISTERS; k++) {
       for (int lane = 0; lane < LANES; lane++) {
         for (int i = 0; i < F::IN_LANE; i++) {
-          const int64_t place = (k * LANES + lane) * F::IN_LANE + i, element = F::element(k, lane) + i;
+          const int64_t place = (k * LANES + lane) * F::IN_LANE + i, element = F::element(k, lane) + i * F::APART;
           from[place] = element;
           to[element] = place;
         }
@@ -77,9 +80,6 @@ struct Order {
   void end(int64_t inner, float* laid) const {
     for (int64_t i = inner; i % F::STEP; i++) put(i, 0, laid);
   }
-
- private:
-  using Laid = std::conditional_t<F::IN_LANE == 2, BFloat16, float>;
 };
 
 // True if one of the bytes is 255.
@@ -186,10 +186,13 @@ inline int64_t decode(const F& weight, int64_t outer, int64_t part, float* to) {
     if (!F::HAS_NAN || !any_255(worst)) return steps * F::REGISTERS;
   }
   if constexpr (!F::DENSE) {
+    using Laid = typename Order<F>::Laid;
+    constexpr int64_t IN_REGISTER = LANES * F::IN_LANE;
     const Order<F>& order = Order<F>::own();
     for (int64_t i = 0; i < steps * F::STEP; i++) {
       const int64_t column = part * PART + i / F::STEP * F::STEP + order.from[i % F::STEP];
-      to[i / LANES * WIDE * LANES + i % LANES] = column < weight.inner ? weight.number(outer, column) : 0;
+      Laid* own = reinterpret_cast<Laid*>(to + i / IN_REGISTER * WIDE * LANES) + i % IN_REGISTER;
+      narrow(column < weight.inner ? weight.number(outer, column) : 0, own);
     }
   }
   return steps * F::REGISTERS;
@@ -216,7 +219,7 @@ INLINE void tile(const float* const* x, int64_t from, int64_t steps, const Place
       for (int r = 0; r < R; r++) {
         const Lanes row = kept(load(rows[r] + (i * F::REGISTERS + k) * LANES));
 #pragma GCC unroll 8
-        for (int o = 0; o < O; o++) own[r][o] = F::add(weight[o][k], row, own[r][o]);
+        for (int o = 0; o < O; o++) own[r][o] = add_products<F::IN_LANE>(weight[o][k], row, own[r][o]);
       }
     }
   }
@@ -225,9 +228,8 @@ INLINE void tile(const float* const* x, int64_t from, int64_t steps, const Place
 
 // A register of decoded numbers is a step of one.
 template <class F>
-struct Decoded : Stored {
-  static constexpr int REGISTERS = 1;
-  INLINE static Lanes add(Lanes weight, Lanes x, Lanes sum) { return F::add(weight, x, sum); }
+struct Decoded {
+  static constexpr int REGISTERS = 1, IN_LANE = F::IN_LANE;
 };
 
 // The same for rows that are decoded.
@@ -267,6 +269,8 @@ template <int R, class F>
 inline bool fused(const F& weight, int64_t outer, int64_t part, const float* const* x, int64_t ahead,
                   Lanes (&own)[R][STRIP]) {
   constexpr int64_t LINE = PART / F::STEP * BYTES;
+  // Whether there are registers to hold x's numbers of a step in.
+  constexpr bool HELD = F::IN_LANE == 2 && R * F::REGISTERS <= 8;
   const int64_t bytes = std::min(LINE, weight.bytes - part * LINE), stride = weight.stride;
   alignas(64) typename F::Scale scales[STRIP * UNITS + LANES];
   bool plain = bytes % BYTES == 0;
@@ -282,19 +286,28 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
   Lanes sums[R][STRIP] = {};
   for (int64_t i = 0; i < bytes / BYTES; i++) {
     const typename F::Scale* scale = scales + i * F::STEP / UNIT;
+    Lanes held[R][F::REGISTERS];
+    if constexpr (HELD) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int k = 0; k < F::REGISTERS; k++) held[r][k] = kept(load(rows[r] + k * LANES));
+      }
+    }
 #pragma GCC unroll 8
     for (int o = 0; o < STRIP; o++) {
       __builtin_prefetch(asked + o * apart, 0, 1);
       Lanes numbers[F::REGISTERS];
       F::step(at + o * stride, scale + o * UNITS, numbers, worst);
-      // Otherwise the compiler keeps all of x's numbers from one row of the weight to the next, on the stack.
+      // Otherwise the compiler holds all of x's numbers from one row of the weight to the next, on the stack.
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) asm("" : "+r"(rows[r]));
+      for (int r = 0; r < (HELD ? 0 : R); r++) asm("" : "+r"(rows[r]));
 #pragma GCC unroll 8
       for (int k = 0; k < F::REGISTERS; k++) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          sums[r][o] = F::add(numbers[k], load(rows[r] + k * LANES), sums[r][o]);
+          const Lanes own = HELD ? held[r][k] : load(rows[r] + k * LANES);
+          sums[r][o] = add_products<F::IN_LANE>(numbers[k], own, sums[r][o]);
         }
       }
     }
@@ -352,8 +365,8 @@ struct Scratch {
 // of the same terms in the same order, whatever the number of rows.
 template <class F>
 void products(const F& weight, int64_t begin, int64_t end, const float* const* x, int64_t rows, float* const* to) {
-  if (rows <= FEW_ROWS) {
-    if (rows > 0) sized<FEW_ROWS, 1>(rows, 1, [&](auto r, auto) { few<r>(weight, begin, end, x, to); });
+  if (rows <= FEW_ROWS<F>) {
+    if (rows > 0) sized<FEW_ROWS<F>, 1>(rows, 1, [&](auto r, auto) { few<r>(weight, begin, end, x, to); });
     return;
   }
   constexpr int64_t LINE = PART / F::STEP * BYTES;
