@@ -49,8 +49,11 @@ class LlamaCpp:
     def _made(self, file: Path, *command: str | Path, after: tuple[str, ...] = ()) -> None:
         """Runs a command that writes `file`, which is there afterwards only if it is complete."""
         part = file.with_suffix(".part")
-        _output(*command, part, *after)
-        part.rename(file)
+        try:
+            _output(*command, part, *after)
+            part.rename(file)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _output(*command: str | Path) -> str:

@@ -51,9 +51,9 @@ class Pair:
         """The `new` greedy tokens of each prompt by ling3."""
         return ling3.generate(self.model, batch, max_tokens=new, ignore_eos=True)
 
-    def check(self, batch: Tokens, new: int) -> str:
-        """Holds ling3's tokens against the dequantized checkpoint; activations in bfloat16 choose other experts."""
-        return likely(self.directory, batch, self.generate(batch, new), nats=0.3, share=0.9)
+    def check(self, batch: Tokens) -> str:
+        """Holds NEW tokens of ling3 against the dequantized checkpoint; activations in bfloat16 choose other experts."""
+        return likely(self.directory, batch, self.generate(batch, NEW), nats=0.3, share=0.9)
 
     def theirs(self, measure: Callable[[LlamaCpp], float]) -> Side:
         """llama.cpp's side. It is opened by its check."""
@@ -68,7 +68,7 @@ def _prefill(setting: Setting, name: str, form: str) -> Trial:
     pair, length = _pair(setting, name, form), setting.size(full=512, toy=32)
     batch = prompts(pair.config, 1, length)
     sides = [
-        Side(f"ling3, {form}", milliseconds(lambda: pair.generate(batch, 1)), lambda: pair.check(batch, 1)),
+        Side(f"ling3, {form}", milliseconds(lambda: pair.generate(batch, 1)), lambda: pair.check(batch)),
         pair.theirs(lambda peer: peer.prefill(length)),
     ]
     return Trial(sides, tokens=length, about={"prompt": length})
@@ -78,7 +78,7 @@ def _decode(setting: Setting, name: str, form: str, rows: int) -> Trial:
     pair = _pair(setting, name, form)
     batch, read = prompts(pair.config, rows, PROMPT), step_bytes(pair.model)
     sides = [
-        Side(f"ling3, {form}", per_step(pair.generate, batch, NEW), lambda: pair.check(batch, NEW)),
+        Side(f"ling3, {form}", per_step(pair.generate, batch, NEW), lambda: pair.check(batch)),
         pair.theirs(lambda peer: peer.step(rows, PROMPT, NEW - 1)),
     ]
     about = {"rows": rows, "prompt": PROMPT, "new": NEW}
