@@ -52,7 +52,7 @@ class Pair:
         return ling3.generate(self.model, batch, max_tokens=new, ignore_eos=True)
 
     def check(self, batch: Tokens) -> str:
-        """Holds NEW tokens of ling3 against the dequantized checkpoint; activations in bfloat16 choose other experts."""
+        """Holds NEW tokens of ling3 against the dequantized checkpoint; bfloat16 chooses other experts."""
         return likely(self.directory, batch, self.generate(batch, NEW), nats=0.3, share=0.9)
 
     def theirs(self, measure: Callable[[LlamaCpp], float]) -> Side:

@@ -1,6 +1,7 @@
 """The peer llama.cpp: what is asked of its programs, what is read of their output, and what a failure leaves."""
 
 import pytest
+
 from benchmarks import llama_cpp_convert
 from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.registry import Absent
