@@ -407,7 +407,8 @@ struct Scaled : Stored {
 #else
   static constexpr bool IN_PAIRS = false;
 #endif
-  static constexpr int IN_WORD = 32 / BITS, IN_LANE = PER_LANE, REGISTERS = IN_WORD / IN_LANE, APART = IN_WORD;
+  static constexpr int IN_WORD = 32 / BITS, IN_LANE = IN_PAIRS ? PER_LANE : 1;
+  static constexpr int REGISTERS = IN_WORD / IN_LANE, APART = IN_WORD;
   static constexpr int64_t STEP = IN_WORD * LANES;
   static constexpr int OFFSET = 1 << (BITS - 1);
   static constexpr uint32_t MASK = (1u << BITS) - 1;
