@@ -72,7 +72,7 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
 
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-"""Those of x: some processors multiply two numbers in bfloat16 at once."""
+"""The dtypes of x, as some processors multiply two numbers in bfloat16 at once."""
 
 
 def check_numbers(matrix):
