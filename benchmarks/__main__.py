@@ -42,7 +42,7 @@ def main(
         show: list the cases, and measure nothing.
         vllm: the Python of an environment with vLLM, for the cases that compare with it.
         mlx: the Python of an environment with mlx-lm, for the cases that compare with it.
-        llama_cpp: the directory of llama.cpp's source code, with programs in build/bin, for the same.
+        llama_cpp: the directory of llama.cpp's source code, with programs in build/bin, for `peers/*`.
         out: directory for a JSON file and a plot of each group.
         scratch: directory for random checkpoints and caches, which are kept; the largest checkpoint has 5 GB.
     """

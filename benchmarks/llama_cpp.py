@@ -44,7 +44,10 @@ class LlamaCpp:
         options = [str(word) for option in (sizes | {"-t": os.cpu_count() or 1}).items() for word in option]
         program = self._programs / "llama-batched-bench"
         output = _output(program, "-m", self._file, *options, "--output-format", "jsonl")
-        return json.loads(output[output.index("{") :].splitlines()[0])
+        times = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        if not times:
+            raise Absent(f"{program.name} printed no times for {rows} rows of {prompt} + {new} tokens")
+        return times[0]
 
     def _made(self, file: Path, *command: str | Path, after: tuple[str, ...] = ()) -> None:
         """Runs a command that writes `file`, which is there afterwards only if it is complete."""

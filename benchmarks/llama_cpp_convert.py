@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(source: str, checkpoint: str, file: str) -> None:
-    """Writes the file."""
+    """Writes FILE from the config and the tensors in CHECKPOINT. Raises ImportError if SOURCE has no converter."""
     sys.path[:0] = [source, str(Path(source) / "gguf-py")]
     import gguf  # noqa: PLC0415 -- they are in `source`
     from conversion import TextModel, get_model_class  # noqa: PLC0415

@@ -47,9 +47,9 @@ def _arguments() -> Iterator[str]:
     for argument in arguments:
         if argument in ("--scratch", "--out"):
             next(arguments, None)
-        elif argument in ("--vllm", "--mlx", "--llama-cpp"):
+        elif kind := {"--vllm": "PYTHON", "--mlx": "PYTHON", "--llama-cpp": "DIR"}.get(argument):
             next(arguments, None)
-            yield from (argument, "DIR" if argument == "--llama-cpp" else "PYTHON")
+            yield from (argument, kind)
         elif not argument.startswith(("--scratch=", "--out=")):
             yield argument
 

@@ -41,6 +41,10 @@ def test_times_are_those_of_its_programs(source, tmp_path):
 def test_what_is_missing_is_told_and_leaves_no_file(source, tmp_path):
     with pytest.raises(Absent, match="--llama-cpp"):
         LlamaCpp(None, tmp_path, "BF16")
+    (source / "build/bin/llama-batched-bench").write_text("#!/bin/sh\n")
+    with pytest.raises(Absent, match=r"printed no times for 8 rows of 64 \+ 32 tokens"):
+        LlamaCpp(source, tmp_path, "Q4_0").step(8, 64, 32)
+    (tmp_path / "llama_cpp-Q4_0.gguf").unlink()
     (source / "build/bin/llama-quantize").write_text("#!/bin/sh\necho no such type >&2; : > $3; exit 3\n")
     with pytest.raises(Absent, match="llama-quantize ended with 3: no such type"):
         LlamaCpp(source, tmp_path, "Q9")
