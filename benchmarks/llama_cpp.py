@@ -11,6 +11,9 @@ from benchmarks.registry import Absent
 
 INSTALL = "benchmarks/README.md says how to build llama.cpp; then --llama-cpp names its directory"
 
+TRIES = 8
+"""Runs of `llama-batched-bench` for one time, as it can end before its log is written."""
+
 
 class LlamaCpp:
     """A checkpoint in llama.cpp's `form`, such as Q4_0 for every matrix, or BF16 as it is, on all cores.
@@ -39,15 +42,15 @@ class LlamaCpp:
         return 1e3 * self._measured(prompt, new, rows)["t_tg"] / new
 
     def _measured(self, prompt: int, new: int, rows: int) -> dict[str, float]:
-        # Twice, of which the first is read: the program can end before its last line is written.
-        sizes = {"-npp": prompt, "-ntg": new, "-npl": f"{rows},{rows}", "-c": rows * (prompt + new)}
-        options = [str(word) for option in (sizes | {"-t": os.cpu_count() or 1}).items() for word in option]
+        sizes = {"-npp": prompt, "-ntg": new, "-npl": rows, "-c": rows * (prompt + new), "-t": os.cpu_count() or 1}
+        options = [str(word) for option in sizes.items() for word in option]
         program = self._programs / "llama-batched-bench"
-        output = _output(program, "-m", self._file, *options, "--output-format", "jsonl")
-        times = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        if not times:
-            raise Absent(f"{program.name} printed no times for {rows} rows of {prompt} + {new} tokens")
-        return times[0]
+        for _ in range(TRIES):
+            output = _output(program, "-m", self._file, *options, "--output-format", "jsonl")
+            for line in output.splitlines():
+                if line.startswith("{"):
+                    return json.loads(line)
+        raise Absent(f"{program.name} printed no times for {rows} rows of {prompt} + {new} tokens in {TRIES} tries")
 
     def _made(self, file: Path, *command: str | Path, after: tuple[str, ...] = ()) -> None:
         """Runs a command that writes `file`, which is there afterwards only if it is complete."""

@@ -16,13 +16,22 @@ from benchmarks import floors
 from benchmarks.cases.formats import FLOOR, likely, quantized, step_bytes
 from benchmarks.cases.model import Tokens, per_step
 from benchmarks.llama_cpp import LlamaCpp
-from benchmarks.models import DENSE_TOY, FOUR_LAYERS, SMOLLM2, TOY, checkpoint, prompts
+from benchmarks.models import FOUR_LAYERS, SMOLLM2, TOY, checkpoint, prompts
 from benchmarks.registry import Setting, Side, Trial, case, milliseconds
 
 PEER = "llama.cpp"
+TOY_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 192,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+"""SmolLM2's sizes to see that a case runs."""
 MODELS = {
     "ling3": (FOUR_LAYERS, dataclasses.replace(TOY, kv_lora_rank=32)),
-    "smollm2-135m": (SMOLLM2, DENSE_TOY),
+    "smollm2-135m": (SMOLLM2, dataclasses.replace(SMOLLM2, **TOY_SIZES)),
 }
 """Configs at full and at toy size, by name."""
 FORMS = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
