@@ -102,7 +102,8 @@ class Front:
         QueueFull, and ValueError for a request that can never be answered.
         """
         (request,) = self._requests([prompt], params, truncate, "prompt")
-        request.deliver = self._loop.outbox.append if on_delta is None else on_delta
+        request.fallback = self._loop.outbox.append
+        request.deliver = request.fallback if on_delta is None else on_delta
         withdraw = self._actor.last_message(Actor.do, Requests.abort, request.request_id)
         try:
             self._actor.call(Requests.enqueue, [request], False)

@@ -84,6 +84,8 @@ class Request:
     params: SamplingParams
     deliver: Callable[[Delta], None] = lambda delta: None
     """Called with each of its deltas."""
+    fallback: Callable[[Delta], None] = lambda delta: None
+    """Called in place of `deliver` once that has raised an exception."""
     origin: Any = None
     """The engine's origin, for snapshots of this request; None if none is kept."""
     fault: Exception | None = None

@@ -30,7 +30,7 @@ class Requests:
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
         self._backlog: deque[Request] = deque()
-        self.outbox: deque[Delta] = deque()  # the deltas of requests without a callback
+        self.outbox: deque[Delta] = deque()  # for `step`: of requests without a callback, or whose callback raised
         self.raised: BaseException | None = None  # from a callback, but not for its request, as KeyboardInterrupt
         self.on_raise: Callable[[TokenSequence, Exception], Any] | None = None  # called instead of `give_up`
         self._programs: Generator[str, None, None] = (name for name in ())
@@ -52,7 +52,7 @@ class Requests:
     def hand_out(self, sequence: TokenSequence, delta: Delta) -> None:
         """Delivers a delta. If the callback raises an exception, it gets no more, and its request ends in `error`."""
         if (error := self._deliver(sequence.request, delta)) is not None:
-            sequence.request.deliver = self.outbox.append
+            sequence.request.deliver = sequence.request.fallback
             (self.on_raise or self.give_up)(sequence, error)
 
     def _deliver(self, request: Request, delta: Delta) -> Exception | None:

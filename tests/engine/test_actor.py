@@ -214,6 +214,17 @@ def test_callers_of_all_kinds_at_once(served, alone):
         list(pool.map(work, range(6)))
 
 
+def test_a_stream_whose_event_loop_was_closed_ends_in_silence(served):
+    """Its deltas reach nobody, and least of all whoever calls `step` next."""
+    before, events = served.stats(), asyncio.new_event_loop()
+    stream = served.astream(PROMPTS[0], LONG)
+    events.run_until_complete(anext(stream))
+    events.close()
+    while served.has_work:
+        assert not served.step()
+    assert served.stats().finished["error"] == before.finished["error"] + 1
+
+
 def test_ctrl_c_at_random_times(served, alone):
     """Of whatever is under way in the main thread, and an event loop goes on beside it."""
     draw, stop, interrupts, armed = random.Random(0), threading.Event(), [], [False]
