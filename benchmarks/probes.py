@@ -131,6 +131,8 @@ def probes(setting: Setting) -> Iterator[Probe]:
     )
     places = jnp.asarray(rng.permutation(batch), jnp.int32)
     yield Probe("take_rows", lambda form, rows, x: form(x, rows), (places,), (state,))
+    logits = jnp.asarray(2 * rng.normal(size=(batch, setting.size(full=157_184, toy=700))), jnp.float32)
+    yield Probe("likeliest", lambda form, active, x: form(x, active), (jnp.ones(batch, bool), logits))
     yield Probe("read", lambda form, rows, x: form(lambda: x[rows], x.dtype, rows[0] >= 0), (places,), (state,))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from ling3.ops import absorption, attention, cpu, kda, matmul, rows
+from ling3.ops import absorption, attention, cpu, kda, logits, matmul, rows
 from ling3.ops.experts import RoutedExperts, block_experts
 from ling3.ops.precision import Accumulation, Wide
 from ling3.ops.quantized import Quantized
@@ -40,6 +40,7 @@ class Execution:
     product: matmul.Product = matmul.product
     read: rows.Read = rows.read
     take_rows: rows.TakeRows = rows.take_rows
+    likeliest: logits.Likeliest = logits.likeliest
     accumulation: str = "float32"
     """The dtype in which products with weights are summed: float32, or float64 (needs `jax_enable_x64`)."""
     row_by_row: bool = False
@@ -81,6 +82,7 @@ XLA_CPU = Execution(
     experts=cpu.experts.xla_experts,
     product=cpu.matmul.xla_product,
     read=cpu.rows.read,
+    likeliest=cpu.logits.xla_likeliest,
     row_by_row=True,
 )
 """The forms that XLA's CPU backend runs fast, without C++ kernels."""
@@ -95,6 +97,7 @@ CPU = dataclasses.replace(
     experts=cpu.experts.experts,
     product=cpu.matmul.product,
     take_rows=cpu.rows.take_rows,
+    likeliest=cpu.logits.likeliest,
     narrow_from=2**21,
 )
 

@@ -329,7 +329,7 @@ def end_decode(
     active = ~view.done & (step < batch.lengths)
     cache = Cache((), view.length + active.astype(jnp.int32), batch.rows.table)
     logits = head.logits(head.model.normed(jnp.concatenate(x)), execution)[:, 0]
-    choice = choose_active(logits, view.sampling, cache.length, active, execution.row_by_row)
+    choice = choose_active(logits, view.sampling, cache.length, active, execution)
     view = view.after(cache, choice.token, active)
     choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(active, choice.token, -1))
     return jax.tree.map(lambda x, y: x.at[:, step].set(y), out, choice), pool.put(batch.rows, view)

@@ -24,7 +24,7 @@ from ling3.cache import Span
 from ling3.engine.arrays import AnyArray
 from ling3.engine.masks import mask_of_step
 from ling3.engine.pool import Pool, Rows
-from ling3.engine.sampling import Choice, choose_active, log_sum_exp, scored
+from ling3.engine.sampling import Choice, choose_active, scored
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
@@ -108,7 +108,8 @@ def score(
     def of_block(block: tuple[Float[Array, "rows block hidden"], Int32[Array, "rows block"]]) -> Choice:
         x, token = block
         logits = model.logits(x, execution).reshape(token.size, -1)
-        return scored(logits, log_sum_exp(logits), token.reshape(-1), alternatives)
+        _, total = execution.likeliest(logits, jnp.ones(token.size, bool))
+        return scored(logits, total, token.reshape(-1), alternatives)
 
     def joined(x: Array) -> Array:
         x = jnp.moveaxis(x.reshape(x.shape[0], batch, block, *x.shape[2:]), 0, 1)
@@ -149,7 +150,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
         if batch.masks is not None:
             allowed = mask_of_step(batch.tokens, batch.masks, i)
         logits, cache = model.step(view.token[:, None], view.cache(rows.table), lengths, execution=execution, **how)
-        choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution.row_by_row, allowed)
+        choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution, allowed)
         view = view.after(cache, choice.token, chosen)
         choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(chosen, choice.token, -1))
         out = jax.tree.map(lambda x, y: x.at[:, i].set(y), out, choice)

@@ -18,6 +18,8 @@ from ling3.engine.arrays import AnyArray
 from ling3.engine.filters import Filter, SoFar
 from ling3.engine.masks import masked
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from ling3.execution import Execution
+from ling3.ops.logits import largest
 
 Allowed = UInt32[Array, "batch words"] | None
 Logits = Float32[Array, "batch vocab"]
@@ -25,8 +27,6 @@ Logits = Float32[Array, "batch vocab"]
 NOT_A_NUMBER = -2
 # A flag in `Adjustments.counts`: the prompt has this token. The lower bits count it in the output.
 IN_PROMPT = 1 << 30
-# Logits are first reduced in segments of this size: XLA's CPU backend is slow over rows as long as a vocabulary.
-SEGMENT = 256
 # The size of vocabulary from which choosing a token costs more than an iteration of `lax.map`.
 MANY = 2**14
 # At a lower temperature logits would overflow float32, and two infinities tie.
@@ -128,19 +128,19 @@ class Choice(eqx.Module):
 
 def choose(
     logits: Logits,
+    total: Float32[Array, " batch"],
     sampling: Sampling,
     positions: Int32[Array, " batch"],
     allowed: Allowed = None,
 ) -> Choice:
     """The token that follows each row's `positions` tokens; NOT_A_NUMBER if no finite logit is left to choose.
 
-    With masks, only tokens that `allowed` has are chosen.
+    `total` is log Σ e^logits. With masks, only tokens that `allowed` has are chosen.
     """
     adjusted = logits
     for adjust in ADJUSTING:
         adjusted = adjust(adjusted, sampling, positions, allowed)
     token = sample(adjusted, sampling, positions)
-    total = log_sum_exp(logits)
     best = jnp.take_along_axis(adjusted, token[:, None], axis=-1)[:, 0]
     usable = jnp.isfinite(total) & jnp.isfinite(best)
     found = scored(logits, total, token, jnp.any(sampling.alternatives))
@@ -174,22 +174,37 @@ def choose_active(
     sampling: Sampling,
     positions: Int32[Array, " batch"],
     active: Bool[Array, " batch"],
-    row_by_row: bool = False,
+    execution: Execution,
     allowed: Allowed = None,
 ) -> Choice:
-    """`choose` for the `active` rows; other rows get any token, and with `row_by_row` cost nothing."""
-    if not row_by_row or logits.shape[1] < MANY:
-        return choose(logits, sampling, positions, allowed)
+    """`choose` for the `active` rows; other rows get any token, and with `row_by_row` cost nothing.
+
+    `Execution.likeliest` knows the token of a greedy row: `choose` runs only if a row asks for more.
+    """
+    token, total = execution.likeliest(logits, active)
+    if not execution.row_by_row or logits.shape[1] < MANY:
+        return choose(logits, total, sampling, positions, allowed)
 
     def chosen(row: Int32[Array, ""]) -> Choice:
-        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, sampling, positions, allowed))
-        return choose(*own)
+        own = (logits, total, sampling, positions, allowed)
+        return choose(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), own))
 
     def of(row: Int32[Array, ""]) -> Choice:
         return lax.cond(active[row], chosen, lambda _: Choice.none((1,), logits.shape[1]), row)
 
-    every = lax.map(of, jnp.arange(logits.shape[0], dtype=jnp.int32))
-    return jax.tree.map(lambda x: x[:, 0], every)
+    def one_by_one() -> Choice:
+        every = lax.map(of, jnp.arange(logits.shape[0], dtype=jnp.int32))
+        return jax.tree.map(lambda x: x[:, 0], every)
+
+    def greedy() -> Choice:
+        found = scored(logits, total, token, jnp.zeros((), bool))
+        usable = jnp.isfinite(total)
+        return eqx.tree_at(lambda choice: choice.token, found, jnp.where(usable, token, NOT_A_NUMBER))
+
+    if sampling.adjustments is not None or allowed is not None:
+        return one_by_one()
+    more = (sampling.temperature > 0) | sampling.alternatives | jnp.any(_early(sampling, positions), axis=-1)
+    return lax.cond(jnp.any(more & active), one_by_one, greedy)
 
 
 def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Array, " batch"]) -> Sampling:
@@ -210,38 +225,15 @@ def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Arr
 
 def sample(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"]) -> Int32[Array, " batch"]:
     """The next token of each row. `positions` counts the row's tokens so far: its draw is keyed by (seed, position)."""
-    greedy = _largest(logits)
+    greedy = largest(logits)
 
     def drawn() -> Int32[Array, " batch"]:
         keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         noisy = filtered_logits(logits, sampling) + noise
-        return jnp.where(sampling.temperature > 0, _largest(noisy), greedy)
+        return jnp.where(sampling.temperature > 0, largest(noisy), greedy)
 
     return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy)
-
-
-def _segments(logits: Logits) -> Float32[Array, "batch segments segment"]:
-    """The logits in segments, padded with -inf."""
-    batch, vocab = logits.shape
-    filled = jnp.pad(logits, ((0, 0), (0, -vocab % SEGMENT)), constant_values=-jnp.inf)
-    return filled.reshape(batch, -1, SEGMENT)
-
-
-def _largest(logits: Logits) -> Int32[Array, " batch"]:
-    """The id of each row's largest logit, the first of several."""
-    segments = _segments(logits)
-    segment = jnp.argmax(jnp.max(segments, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(segments, segment[:, None, None], axis=1)[:, 0]
-    return (segment * SEGMENT + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
-
-
-def log_sum_exp(logits: Logits) -> Float32[Array, " batch"]:
-    """log Σ e^logits of each row; NaN if any of its logits is NaN."""
-    segments = _segments(logits)
-    top = jnp.max(jnp.max(segments, axis=-1), axis=-1)
-    shift = jnp.where(jnp.isfinite(top), top, 0.0)
-    return shift + jnp.log(jnp.sum(jnp.sum(jnp.exp(segments - shift[:, None, None]), axis=-1), axis=-1))
 
 
 def filtered_logits(logits: Logits, sampling: Sampling) -> Logits:
@@ -283,9 +275,14 @@ def filtered_by_user(logits: Logits, sampling: Sampling, positions: Int32[Array,
 
 def without_early_stops(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"], *_: Any) -> Logits:
     """Sets the stop ids of a row to -inf while they may not end it, by `min_tokens`."""
-    early = (positions < sampling.least)[:, None] & (sampling.stops >= 0)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[rows, jnp.where(early, sampling.stops, logits.shape[1])].set(-jnp.inf, mode="drop")
+    struck = jnp.where(_early(sampling, positions), sampling.stops, logits.shape[1])
+    return logits.at[rows, struck].set(-jnp.inf, mode="drop")
+
+
+def _early(sampling: Sampling, positions: Int32[Array, " batch"]) -> Bool[Array, "batch stops"]:
+    """True for each stop id that may not end its row yet."""
+    return (positions < sampling.least)[:, None] & (sampling.stops >= 0)
 
 
 def allowed_only(logits: Logits, _: Sampling, __: Int32[Array, " batch"], allowed: Allowed) -> Logits:

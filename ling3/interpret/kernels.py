@@ -87,7 +87,8 @@ def _logged(model: CausalLM, execution: Execution, batch: int, tokens: int) -> c
         cache = model.init_cache(batch, tokens + 1, cache_dtype(model))
         layers = map_slots(lambda x: execution.take_rows(x, rows), cache.layers)
         cache = dataclasses.replace(cache, layers=layers)
-        return model.step(jnp.zeros((batch, tokens), jnp.int32), cache, rows, execution=execution)[0]
+        logits, _ = model.step(jnp.zeros((batch, tokens), jnp.int32), cache, rows, execution=execution)
+        return execution.likeliest(logits[:, -1], rows == 0)
 
     noting, level = _Noting(), LOG.level
     LOG.addHandler(noting)

@@ -45,7 +45,8 @@ def sampling(own, prompt, output, *filters):
 def chosen(own, prompt, output, *filters):
     """The token that is chosen after these of eight equal logits, and its log-probability."""
     positions = jnp.asarray([len(prompt) + len(output)], jnp.int32)
-    choice = choose(jnp.zeros((1, 8), jnp.float32), sampling(own, prompt, output, *filters), positions)
+    total = jnp.log(jnp.full(1, 8, jnp.float32))
+    choice = choose(jnp.zeros((1, 8), jnp.float32), total, sampling(own, prompt, output, *filters), positions)
     return int(choice.token[0]), float(choice.logprob[0])
 
 

@@ -8,10 +8,18 @@ import pytest
 from ling3.engine import sampling
 from ling3.engine.sampling import NOT_A_NUMBER, Sampling
 from ling3.engine.sampling_params import SamplingParams
+from ling3.execution import XLA_CPU
+from ling3.ops.logits import log_sum_exp
 
 # Compiled whole, as in the engine: each of their operations would be a program of its own.
-choose, ends, sample = jax.jit(sampling.choose), jax.jit(sampling.ends), jax.jit(sampling.sample)
+ends, sample = jax.jit(sampling.ends), jax.jit(sampling.sample)
 filtered_logits = jax.jit(sampling.filtered_logits)
+
+
+@jax.jit
+def choose(logits, *rest):
+    return sampling.choose(logits, log_sum_exp(logits), *rest)
+
 
 PROBABILITIES = [0.1, 0.3, 0.15, 0.4, 0.05]
 
@@ -131,10 +139,32 @@ def test_rows_are_chosen_one_by_one_with_the_same_bits(vocab, monkeypatch):
     positions = jnp.arange(len(kinds), dtype=jnp.int32)
     active = jnp.asarray([True, True, True, True, False])
     monkeypatch.setattr(sampling, "MANY", vocab)
-    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, True)
+    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, XLA_CPU)
     expected = choose(logits, mixed, positions)
     np.testing.assert_array_equal(found.token[:4], expected.token[:4])
     np.testing.assert_array_equal(found.logprob[:4], expected.logprob[:4])
     np.testing.assert_array_equal(found.top_ids[3], expected.top_ids[3])  # of the row that asks for them
     np.testing.assert_array_equal(found.top_logprobs[3], expected.top_logprobs[3])
     assert int(found.token[4]) == -1 and int(expected.token[4]) == NOT_A_NUMBER
+
+
+def test_a_greedy_row_has_the_same_bits_beside_rows_that_ask_for_more(monkeypatch):
+    """Where all rows are greedy nothing is filtered or copied; a neighbour's filter or stop ids change that."""
+    vocab = 300
+    monkeypatch.setattr(sampling, "MANY", vocab)
+    choose_active = jax.jit(sampling.choose_active, static_argnums=4)
+    logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(4, vocab)), jnp.float32)
+    logits = logits.at[2, 5].set(jnp.nan).at[3].set(-jnp.inf)
+    positions = jnp.arange(4, dtype=jnp.int32)
+    greedy, expected = rows(4, vocab, temperature=0.0), None
+    early = {"min_tokens": 9, "stop_token_ids": [int(jnp.argmax(logits[0]))]}
+    for neighbour in ({}, {"temperature": 1.0}, {"logprobs": 2}, early):
+        params = SamplingParams(**{"temperature": 0.0, **neighbour})
+        asks = Sampling.build([(params, 0, 0, params.check(vocab))], vocab, 4)
+        mixed = jax.tree.map(lambda a, b: a.at[0].set(b[0]), greedy, asks)
+        found = choose_active(logits, mixed, positions, jnp.ones(4, bool), XLA_CPU)
+        expected = found if expected is None else expected
+        assert found.token[1:].tolist() == [int(jnp.argmax(logits[1])), NOT_A_NUMBER, NOT_A_NUMBER]
+        np.testing.assert_array_equal(found.logprob[1], expected.logprob[1])
+        if neighbour is early:
+            assert found.token[0] != expected.token[0] == jnp.argmax(logits[0])

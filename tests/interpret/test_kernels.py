@@ -54,6 +54,7 @@ def test_kernels_that_run():
         ("latent_attention", "decode", "cpu.attention"),
         ("latent_queries", "decode", "cpu.absorption"),
         ("take_rows", "decode", "cpu.rows"),
+        ("likeliest", "decode", "cpu.logits"),
     ):
         assert (rows[operator, call].form, rows[operator, call].why) == (form, forms.RUNS)
 

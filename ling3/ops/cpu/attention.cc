@@ -18,27 +18,6 @@ constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 inline void store(float* at, Lanes x) { std::memcpy(at, &x, sizeof x); }
 
-// e^x for x <= 0, to a last bit or two; NaN stays NaN. 2^n times Cephes' polynomial for e^f, |f| <= log(2) / 2.
-inline Lanes exponential(Lanes x) {
-  constexpr float SHIFT = 12582912;  // 1.5 · 2^23: a sum with it is rounded to an integer
-  const Lanes shifted = multiply_add(x, every(1.44269504f), every(SHIFT));
-  const Lanes n = shifted - SHIFT;
-  const Lanes f = multiply_add(n, every(2.12194440e-4f), multiply_add(n, every(-0.693359375f), x));
-  Lanes y = every(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    y = multiply_add(y, f, every(c));
-  }
-  y = multiply_add(y, f * f, f + 1.0f);
-  Words bits, exponent;
-  std::memcpy(&bits, &y, sizeof bits);
-  std::memcpy(&exponent, &shifted, sizeof exponent);
-  bits += exponent << 23;  // the bits of SHIFT leave on the left
-  Lanes scaled;
-  std::memcpy(&scaled, &bits, sizeof scaled);
-  scaled = x != x ? x : scaled;
-  return x < -87.0f ? Lanes{} : scaled;
-}
-
 inline float exponential(float x) { return exponential(every(x))[0]; }
 
 // What scores are compared with: their largest, or 0 where there is none.
