@@ -41,7 +41,7 @@ def likeliest(
 def xla_likeliest(
     logits: Float32[Array, "batch vocab"], active: Bool[Array, " batch"]
 ) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
-    """Computes `logits.likeliest` by XLA alone, one row after another, so that rows that are not active cost nothing."""
+    """`logits.likeliest` by XLA alone, one row after another: rows that are not active cost nothing."""
     if logits.shape[1] < LEAST:
         return plain.likeliest(logits, active)
 
