@@ -27,6 +27,7 @@ from ling3.layers.draw import Draw
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
+from ling3.mesh.exchange import Exchange
 from ling3.ops.packed_kv import ENTRIES, KEYS
 from ling3.runtime import checks
 
@@ -150,6 +151,10 @@ def tails(module):
     module.continued(numbers(BATCH, 3, 6), numbers(BATCH, SEQ, 6), WHOLE.length)
 
 
+def logits(module):
+    module.likeliest(numbers(BATCH, 11), jnp.ones(BATCH, bool))
+
+
 def few_token_experts(module):
     stacks = (numbers(3, 5, 4), numbers(3, 5, 4), numbers(3, 4, 5))
     module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks)
@@ -215,6 +220,8 @@ def sharded(module):
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
     placed = plan(real, mesh).model(real, jax.tree.leaves(real))
     scored(module.Sharded(placed.model, placed.lm_head, SHORT, placement=placed.placement))
+    alone = module.ShardedMatrix(matrix=real.lm_head, exchange=Exchange(), axes=(), name="")
+    alone.product(jnp.zeros((BATCH, alone.in_features)), PLAIN)
 
 
 def pool(module):
@@ -297,6 +304,7 @@ FILES = {
     "layers/moe": moe,
     "ops/attention": attention,
     "ops/tails": tails,
+    "ops/logits": logits,
     "cache": cache,
     "model": model,
     "mesh/sharded": sharded,
