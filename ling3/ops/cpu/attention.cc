@@ -20,9 +20,6 @@ inline void store(float* at, Lanes x) { std::memcpy(at, &x, sizeof x); }
 
 inline float exponential(float x) { return exponential(every(x))[0]; }
 
-// What scores are compared with: their largest, or 0 where there is none.
-inline float shift_of(float top) { return std::isfinite(top) ? top : 0; }
-
 struct Sizes {
   int64_t heads, rows, width, value, pages, page, entry, columns, values, window;
 };

@@ -109,6 +109,9 @@ inline Lanes exponential(Lanes x) {
   return x < -87.0f ? Lanes{} : scaled;
 }
 
+// What is subtracted before `exponential`: the largest of its numbers, or 0 where that is not finite.
+inline float shift_of(float top) { return std::isfinite(top) ? top : 0; }
+
 // `lanes` in a register: the compiler would load it again for every product.
 INLINE Lanes kept(Lanes lanes) {
 #if defined(__AVX512F__)

@@ -16,9 +16,7 @@ struct Part {
   float sum;  // of e^(logit - top), or of e^logit if `top` is not finite; NaN if a logit is
 };
 
-float shift_of(float top) { return std::isfinite(top) ? top : 0; }
-
-// run(LANES logits, which of WIDE registers they go to); behind the last come infinities, which add nothing.
+// run(LANES logits, which of WIDE registers they go to); behind the last comes -inf, which adds nothing.
 template <class Run>
 inline void each_register(const float* logits, int64_t count, Run run) {
   int64_t i = 0;
