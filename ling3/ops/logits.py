@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, and the logarithm of what a softmax divides by."""
+"""The likeliest token of each row of logits z, and log Σ e^z: a token's log-probability is its z minus that."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ SEGMENT = 256
 class Likeliest(Protocol):
     """The id of each row's largest logit, the first of several, and log Σ e^z over the row's logits z.
 
-    A row with NaN has NaN for the second and any id of the vocabulary. Rows that are not `active` may have any values.
+    A row with NaN has NaN for the logarithm and any id of the vocabulary. Rows that are not `active` may have any values.
     """
 
     def __call__(

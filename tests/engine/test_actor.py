@@ -215,7 +215,7 @@ def test_callers_of_all_kinds_at_once(served, alone):
 
 
 def test_a_stream_whose_event_loop_was_closed_ends_in_silence(served):
-    """Its deltas reach nobody, and least of all whoever calls `step` next."""
+    """The stream's deltas reach nobody, and least of all whoever calls `step` next."""
     before, events = served.stats(), asyncio.new_event_loop()
     stream = served.astream(PROMPTS[0], LONG)
     events.run_until_complete(anext(stream))

@@ -1,6 +1,6 @@
-"""The likeliest token of each row of logits on a CPU, by a C++ kernel (`logits.cc`).
+"""The likeliest token of each row of logits z and log Σ e^z on a CPU, by a C++ kernel (`logits.cc`).
 
-It reads a row once, on all threads, and only the rows that are active. XLA reads it several times, and copies it.
+The kernel reads each active row once, on all threads. XLA reads a row several times, and copies it.
 """
 
 import pathlib
