@@ -13,7 +13,8 @@ SEGMENT = 256
 class Likeliest(Protocol):
     """The id of each row's largest logit, the first of several, and log Σ e^z over the row's logits z.
 
-    A row with NaN has NaN for the logarithm and any id of the vocabulary. Rows that are not `active` may have any values.
+    A row with NaN has NaN for the logarithm and any id of the vocabulary. Rows that are not `active` may have any
+    values.
     """
 
     def __call__(
