@@ -133,6 +133,21 @@ def probes(setting: Setting) -> Iterator[Probe]:
     yield Probe("take_rows", lambda form, rows, x: form(x, rows), (places,), (state,))
     logits = jnp.asarray(2 * rng.normal(size=(batch, setting.size(full=157_184, toy=700))), jnp.float32)
     yield Probe("likeliest", lambda form, active, x: form(x, active), (jnp.ones(batch, bool), logits))
+    seeds = jnp.asarray(rng.integers(0, 2**32, (batch, 2)), jnp.uint32)
+    filters = (jnp.full(batch, 0.6), jnp.full(batch, 20, jnp.int32), jnp.full(batch, 0.95), jnp.zeros(batch))
+    yield Probe(
+        "draw",
+        lambda form, x, active, seeds, *filters: form(x, active, jax.random.wrap_key_data(seeds), *filters),
+        (logits, jnp.ones(batch, bool), seeds, *filters),
+    )
+    inputs, taps = normal(batch, 1, hidden), normal(hidden, 4, dtype=jnp.float32)
+    tails = normal(batch, 3, 3 * hidden, dtype=jnp.float32)
+    yield Probe(
+        "short_conv",
+        lambda form, x, tail, length, w: form(x, w, tail, length, hidden),
+        (inputs, tails, jnp.ones(batch, jnp.int32)),
+        (taps,),
+    )
     yield Probe("read", lambda form, rows, x: form(lambda: x[rows], x.dtype, rows[0] >= 0), (places,), (state,))
 
 

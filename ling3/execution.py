@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from ling3.ops import absorption, attention, cpu, kda, logits, matmul, rows
+from ling3.ops import absorption, attention, conv, cpu, drawing, kda, logits, matmul, rows
 from ling3.ops.experts import RoutedExperts, block_experts
 from ling3.ops.precision import Accumulation, Wide
 from ling3.ops.quantized import Quantized
@@ -29,6 +29,7 @@ class Execution:
 
     chunk_size: int = 16
     """Tokens per chunk of KDA's prefill: 16 times a power of two. 16 is fastest on a CPU."""
+    short_conv: conv.ShortConvolution = conv.short_conv
     kda_step: kda.KDAStep = kda.kda_step
     chunk_kda: kda.ChunkKDA = kda.chunk_kda
     block_attention: attention.BlockAttention = attention.block_attention
@@ -41,6 +42,7 @@ class Execution:
     read: rows.Read = rows.read
     take_rows: rows.TakeRows = rows.take_rows
     likeliest: logits.Likeliest = logits.likeliest
+    draw: drawing.DrawToken = drawing.draw
     accumulation: str = "float32"
     """The dtype in which products with weights are summed: float32, or float64 (needs `jax_enable_x64`)."""
     row_by_row: bool = False
@@ -83,11 +85,13 @@ XLA_CPU = Execution(
     product=cpu.matmul.xla_product,
     read=cpu.rows.read,
     likeliest=cpu.logits.xla_likeliest,
+    draw=cpu.drawing.xla_draw,
     row_by_row=True,
 )
 """The forms that XLA's CPU backend runs fast, without C++ kernels."""
 CPU = dataclasses.replace(
     XLA_CPU,
+    short_conv=cpu.conv.short_conv,
     kda_step=cpu.kda.kda_step,
     chunk_kda=cpu.kda.chunk_kda,
     paged_attention=cpu.attention.paged_attention,
@@ -98,6 +102,7 @@ CPU = dataclasses.replace(
     product=cpu.matmul.product,
     take_rows=cpu.rows.take_rows,
     likeliest=cpu.logits.likeliest,
+    draw=cpu.drawing.draw,
     narrow_from=2**21,
 )
 

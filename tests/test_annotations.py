@@ -155,6 +155,17 @@ def logits(module):
     module.likeliest(numbers(BATCH, 11), jnp.ones(BATCH, bool))
 
 
+def drawing(module):
+    keys = jax.vmap(jax.random.key)(jnp.arange(BATCH))
+    some = jnp.full(BATCH, 0.5)
+    module.draw(numbers(BATCH, 11), jnp.ones(BATCH, bool), keys, some, jnp.full(BATCH, 3), some, some)
+
+
+def convolution(module):
+    tail = numbers(BATCH, 3, 2 * TINY.hidden_size)
+    module.short_conv(X, numbers(TINY.hidden_size, 4), tail, WHOLE.length, TINY.hidden_size)
+
+
 def few_token_experts(module):
     stacks = (numbers(3, 5, 4), numbers(3, 5, 4), numbers(3, 4, 5))
     module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks)
@@ -305,6 +316,8 @@ FILES = {
     "ops/attention": attention,
     "ops/tails": tails,
     "ops/logits": logits,
+    "ops/drawing": drawing,
+    "ops/conv": convolution,
     "cache": cache,
     "model": model,
     "mesh/sharded": sharded,

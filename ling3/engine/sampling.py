@@ -1,7 +1,7 @@
-"""From logits to the next token: greedy or drawn, after two lists of filters.
+"""From logits to the next token: adjusted, then greedy or drawn.
 
-`ADJUSTING` changes the logits of every row; `NARROWING` then those of the rows that are drawn (temperature > 0). Each
-list is applied in order. A filter's parameter is a field of `SamplingParams` and a column of `Sampling`.
+`ADJUSTING` changes the logits, in its order; `Execution.draw` filters them further and draws, where a row's temperature
+is above 0. A filter's parameter is a field of `SamplingParams` and a column of `Sampling`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,9 @@ from ling3.engine.filters import Filter, SoFar
 from ling3.engine.masks import masked
 from ling3.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from ling3.execution import Execution
-from ling3.ops.logits import largest
+from ling3.ops.drawing import Logits
 
 Allowed = UInt32[Array, "batch words"] | None
-Logits = Float32[Array, "batch vocab"]
 # The token of a row that has no finite logit to choose.
 NOT_A_NUMBER = -2
 # A flag in `Adjustments.counts`: the prompt has this token. The lower bits count it in the output.
@@ -131,20 +130,25 @@ def choose(
     total: Float32[Array, " batch"],
     sampling: Sampling,
     positions: Int32[Array, " batch"],
+    execution: Execution,
     allowed: Allowed = None,
 ) -> Choice:
     """The token that follows each row's `positions` tokens; NOT_A_NUMBER if no finite logit is left to choose.
 
     `total` is log Σ e^logits. With masks, only tokens that `allowed` has are chosen.
     """
-    adjusted = logits
+    adjusted, every = logits, jnp.ones(logits.shape[0], bool)
     for adjust in ADJUSTING:
         adjusted = adjust(adjusted, sampling, positions, allowed)
-    token = sample(adjusted, sampling, positions)
+    token = sample(adjusted, execution.likeliest(adjusted, every)[0], sampling, positions, every, execution)
     best = jnp.take_along_axis(adjusted, token[:, None], axis=-1)[:, 0]
+    return _usable(scored(logits, total, token, jnp.any(sampling.alternatives)), total, best)
+
+
+def _usable(found: Choice, total: Float32[Array, " batch"], best: Float32[Array, " batch"]) -> Choice:
+    """The choice, with NOT_A_NUMBER for rows whose sum or `best` logit is not finite."""
     usable = jnp.isfinite(total) & jnp.isfinite(best)
-    found = scored(logits, total, token, jnp.any(sampling.alternatives))
-    return eqx.tree_at(lambda choice: choice.token, found, jnp.where(usable, token, NOT_A_NUMBER))
+    return eqx.tree_at(lambda choice: choice.token, found, jnp.where(usable, found.token, NOT_A_NUMBER))
 
 
 def scored(
@@ -179,15 +183,17 @@ def choose_active(
 ) -> Choice:
     """`choose` for the `active` rows; other rows get any token, and with `row_by_row` cost nothing.
 
-    `Execution.likeliest` knows the token of a greedy row: `choose` runs only if a row asks for more.
+    `choose` runs only if a row wants its logits adjusted, or the likeliest tokens reported.
     """
-    token, total = execution.likeliest(logits, active)
+    greedy, total = execution.likeliest(logits, active)
     if not execution.row_by_row or logits.shape[1] < MANY:
-        return choose(logits, total, sampling, positions, allowed)
+        return choose(logits, total, sampling, positions, execution, allowed)
 
     def chosen(row: Int32[Array, ""]) -> Choice:
-        own = (logits, total, sampling, positions, allowed)
-        return choose(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), own))
+        def own(x: Any) -> Any:
+            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), x)
+
+        return choose(own(logits), own(total), own(sampling), own(positions), execution, own(allowed))
 
     def of(row: Int32[Array, ""]) -> Choice:
         return lax.cond(active[row], chosen, lambda _: Choice.none((1,), logits.shape[1]), row)
@@ -196,15 +202,16 @@ def choose_active(
         every = lax.map(of, jnp.arange(logits.shape[0], dtype=jnp.int32))
         return jax.tree.map(lambda x: x[:, 0], every)
 
-    def greedy() -> Choice:
-        found = scored(logits, total, token, jnp.zeros((), bool))
-        usable = jnp.isfinite(total)
-        return eqx.tree_at(lambda choice: choice.token, found, jnp.where(usable, token, NOT_A_NUMBER))
+    def at_once() -> Choice:
+        token = sample(logits, greedy, sampling, positions, active, execution)
+        return _usable(scored(logits, total, token, jnp.zeros((), bool)), total, total)
 
-    if sampling.adjustments is not None or allowed is not None:
+    if sampling.filters or allowed is not None:
         return one_by_one()
-    more = (sampling.temperature > 0) | sampling.alternatives | jnp.any(_early(sampling, positions), axis=-1)
-    return lax.cond(jnp.any(more & active), one_by_one, greedy)
+    more = sampling.alternatives | jnp.any(_early(sampling, positions), axis=-1)
+    if sampling.adjustments is not None:
+        more |= sampling.adjustments.active
+    return lax.cond(jnp.any(more & active), one_by_one, at_once)
 
 
 def counted(sampling: Sampling, token: Int32[Array, " batch"], chosen: Bool[Array, " batch"]) -> Sampling:
@@ -223,24 +230,26 @@ def ends(token: Int32[Array, " batch"], sampling: Sampling, positions: Int32[Arr
     return stop | (token == NOT_A_NUMBER)
 
 
-def sample(logits: Logits, sampling: Sampling, positions: Int32[Array, " batch"]) -> Int32[Array, " batch"]:
-    """The next token of each row. `positions` counts the row's tokens so far: its draw is keyed by (seed, position)."""
-    greedy = largest(logits)
+def sample(
+    logits: Logits,
+    greedy: Int32[Array, " batch"],
+    sampling: Sampling,
+    positions: Int32[Array, " batch"],
+    active: Bool[Array, " batch"],
+    execution: Execution,
+) -> Int32[Array, " batch"]:
+    """The next token of each row: `greedy`, its likeliest, or drawn where its temperature is above 0.
+
+    `positions` counts the row's tokens so far: its draw is keyed by (seed, position).
+    """
+    wanted = (sampling.temperature > 0) & active
 
     def drawn() -> Int32[Array, " batch"]:
-        keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        noisy = filtered_logits(logits, sampling) + noise
-        return jnp.where(sampling.temperature > 0, largest(noisy), greedy)
+        key = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
+        how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        return jnp.where(wanted, execution.draw(logits, wanted, key, *how), greedy)
 
-    return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy)
-
-
-def filtered_logits(logits: Logits, sampling: Sampling) -> Logits:
-    """Logits over temperature, with -inf for the tokens that the other filters of `NARROWING` remove."""
-    for narrow in NARROWING:
-        logits = narrow(logits, sampling)
-    return logits
+    return lax.cond(jnp.any(wanted), drawn, lambda: greedy)
 
 
 def biased_and_penalized(logits: Logits, sampling: Sampling, *_: Any) -> Logits:
@@ -290,39 +299,6 @@ def allowed_only(logits: Logits, _: Sampling, __: Int32[Array, " batch"], allowe
     return logits if allowed is None else masked(logits, allowed)
 
 
-def over_temperature(logits: Logits, sampling: Sampling) -> Logits:
-    """Divides logits by the temperature; unchanged where it is 0."""
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    return logits / temperature[:, None]
-
-
-def within_top_k_and_top_p(logits: Logits, sampling: Sampling) -> Logits:
-    """Keeps the `top_k` likeliest tokens, and of these the fewest that together reach `top_p`; one sort does both."""
-
-    def narrowed() -> Logits:
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        ranked = jnp.take_along_axis(logits, order, axis=-1)
-        rank = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-        ranked = jnp.where(rank < sampling.top_k[:, None], ranked, -jnp.inf)
-        probability = jax.nn.softmax(ranked, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        top_p = sampling.top_p[:, None]
-        ranked = jnp.where((before < top_p) | (top_p >= 1) | (rank == 0), ranked, -jnp.inf)
-        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
-
-    wanted = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1)
-    # Sorting changes no bit of a row that keeps all its tokens, so a row does not depend on the filters of others.
-    return lax.cond(jnp.any(wanted), narrowed, lambda: logits)
-
-
-def at_least_min_p(logits: Logits, sampling: Sampling) -> Logits:
-    """Sets tokens that are less than `min_p` times as likely as the likeliest to -inf."""
-    floor = jnp.max(logits, axis=-1) + jnp.log(sampling.min_p)
-    return jnp.where(logits >= floor[:, None], logits, -jnp.inf)
-
-
 # A user's filters come first, so that they cannot undo `min_tokens` or the grammar.
 ADJUSTING = (biased_and_penalized, filtered_by_user, without_early_stops, allowed_only)
 """Filters `f(logits, sampling, positions, allowed)`, which are applied to every row."""
-NARROWING = (over_temperature, within_top_k_and_top_p, at_least_min_p)
-"""Filters `f(logits, sampling)`, which are applied to rows that are drawn."""

@@ -88,7 +88,10 @@ def _logged(model: CausalLM, execution: Execution, batch: int, tokens: int) -> c
         layers = map_slots(lambda x: execution.take_rows(x, rows), cache.layers)
         cache = dataclasses.replace(cache, layers=layers)
         logits, _ = model.step(jnp.zeros((batch, tokens), jnp.int32), cache, rows, execution=execution)
-        return execution.likeliest(logits[:, -1], rows == 0)
+        keys = jax.vmap(jax.random.key)(rows)
+        some = jnp.ones(batch, jnp.float32)
+        token = execution.draw(logits[:, -1], rows == 0, keys, some, rows, some, some)
+        return token, execution.likeliest(logits[:, -1], rows == 0)
 
     noting, level = _Noting(), LOG.level
     LOG.addHandler(noting)

@@ -3,15 +3,12 @@
 from typing import Annotated
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ling3.cache import Span
 from ling3.layers.linear import normal
 from ling3.layers.scope import scoped
-from ling3.ops.precision import wide
-from ling3.ops.tails import continued
 
 
 class ShortConv(eqx.Module):
@@ -33,16 +30,12 @@ class ShortConv(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch seq {self.weight.shape[0]}"],
-        tail: Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
+        tail: Float[Array, "batch {self.weight.shape[1]-1} all"],
         span: Span,
-    ) -> tuple[
-        Float[Array, "batch seq {self.weight.shape[0]}"],
-        Float[Array, "batch {self.weight.shape[1]-1} {self.weight.shape[0]}"],
-    ]:
-        """The outputs in float32 or wider, and the tail after each row's last valid token, in the dtype of `tail`."""
-        seq, taps = x.shape[1], self.weight.shape[1]
-        inputs, tail = continued(tail, x, span.length)
-        dtype = wide(x.dtype)
-        weight = self.weight.astype(dtype)
-        y = sum(inputs[:, j : j + seq].astype(dtype) * weight[None, None, :, j] for j in range(taps))
-        return jax.nn.silu(y), tail
+        first: int = 0,
+    ) -> tuple[Float[Array, "batch seq {self.weight.shape[0]}"], Float[Array, "batch {self.weight.shape[1]-1} all"]]:
+        """The outputs in float32 or wider, and the tail after each row's last valid token.
+
+        Several convolutions can share a tail: this one has the channels from `first` on.
+        """
+        return span.execution.short_conv(x, self.weight, tail, span.length, first)

@@ -183,18 +183,17 @@ class KDA(eqx.Module):
         Float[Array, "batch tail channels"],
     ]:
         """q (of length key^-0.5), k (of length 1), v, and the convolutions' new tail."""
-        tails = jnp.split(tail, 3, axis=-1)
-        projections = (proj(x, span.execution) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        outputs, new = zip(
-            *(
-                (jax.nn.silu(p.astype(wide(x.dtype))), t) if conv is None else conv(p, t, span)
-                for conv, p, t in zip(convs, projections, tails, strict=True)
-            ),
-            strict=True,
-        )
-        q, k, v = (self._heads(y) for y in outputs)
-        return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), v, jnp.concatenate(new, axis=-1)
+        outputs = []
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        for i, (proj, conv) in enumerate(zip(projections, (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True)):
+            y = proj(x, span.execution)
+            if conv is None:
+                y = jax.nn.silu(y.astype(wide(x.dtype)))
+            else:
+                y, tail = conv(y, tail, span, i * proj.out_features)
+            outputs.append(self._heads(y))
+        q, k, v = outputs
+        return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), v, tail
 
     def gates(
         self, x: Float[Array, "batch seq hidden"], span: Span

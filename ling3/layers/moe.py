@@ -95,10 +95,13 @@ class Router(eqx.Module):
 
     @scoped
     def __call__(
-        self, x: Float[Array, "tokens hidden"], ids: Int[Array, " tokens"] | None = None
+        self,
+        x: Float[Array, "tokens hidden"],
+        ids: Int[Array, " tokens"] | None = None,
+        execution: Execution = PLAIN,
     ) -> tuple[Int32[Array, "tokens {self.top_k}"], Wide[Array, "tokens {self.top_k}"]]:
         """The experts chosen for each token, best first, and their weights. `tid2eid` needs the token `ids`."""
-        scores = self.scores(x)
+        scores = self.scores(x, execution)
         chosen = self._best(scores) if self.tid2eid is None else self.tid2eid[ids][:, : self.top_k]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if self.normalize:
@@ -114,10 +117,10 @@ class Router(eqx.Module):
         grouped = jnp.where(keep[..., None], grouped, -jnp.inf)
         return lax.top_k(grouped.reshape(choice.shape), self.top_k)[1]
 
-    def scores(self, x: Float[Array, "tokens hidden"]) -> Wide[Array, "tokens experts"]:
+    def scores(self, x: Float[Array, "tokens hidden"], execution: Execution = PLAIN) -> Wide[Array, "tokens experts"]:
         """s = sigmoid(x Wᵀ), or another `law`, in float32 or wider: each expert's affinity, before any bias."""
         dtype = wide(x.dtype)
-        logits = jnp.matmul(x.astype(dtype), self.weight.astype(dtype).T, precision=lax.Precision.HIGHEST)
+        logits = execution.times(x.astype(dtype), self.weight.astype(dtype)).astype(dtype)
         if self.law == "sqrtsoftplus":
             return jnp.sqrt(jax.nn.softplus(logits))
         return jax.nn.softmax(logits, axis=-1) if self.law == "softmax" else jax.nn.sigmoid(logits)
@@ -192,10 +195,11 @@ class MoE(eqx.Module):
         self, tokens: Float[Array, "tokens hidden"], span: Span, seq: int
     ) -> tuple[Int32[Array, "tokens top_k"], Wide[Array, "tokens top_k"]]:
         """The experts and weights of a span's tokens, flattened from rows of `seq`; padding has NO_EXPERT."""
-        chosen, weights = self.gate(tokens, None if span.tokens is None else span.tokens.reshape(-1))
+        ids = None if span.tokens is None else span.tokens.reshape(-1)
+        chosen, weights = self.gate(tokens, ids, span.execution)
         chosen, weights = span.site("router", (chosen, weights))
         if span.watched:
-            span.recorder(scores=self.gate.scores(tokens))
+            span.recorder(scores=self.gate.scores(tokens, span.execution))
         return jnp.where(span.valid(seq).reshape(-1, 1), chosen, NO_EXPERT), weights
 
     def shared(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:

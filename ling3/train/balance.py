@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, PyTree
 
+from ling3.execution import PLAIN, Execution
 from ling3.layers.moe import MoE, Router
 from ling3.model import CausalLM
 
@@ -23,10 +24,13 @@ class BalancedRouter(eqx.Module):
     router: Router
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], ids: Int[Array, " tokens"] | None = None
+        self,
+        x: Float[Array, "tokens hidden"],
+        ids: Int[Array, " tokens"] | None = None,
+        execution: Execution = PLAIN,
     ) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
         """The experts chosen for each token, best first, and their weights."""
-        chosen, weights = self.router(x, ids)
+        chosen, weights = self.router(x, ids, execution)
         bias = self.router.expert_bias
         assert bias is not None, "`balanced` leaves a router without a bias as it is"
         return chosen, _report(weights, excess_load(chosen, bias.size).astype(bias.dtype), bias)

@@ -11,6 +11,7 @@ from tiny import TINY, open_model
 import ling3
 from ling3.engine.filters import checked
 from ling3.engine.sampling import NOT_A_NUMBER, Adjustments, Sampling, choose
+from ling3.execution import PLAIN
 
 PROMPTS = [[5, 6, 7], list(range(3, 53)), [4], [9, 8, 7, 6, 5]]
 SIZES = {"max_running_requests": 4, "num_pages": 24, "page_size": 16, "chunked_prefill_size": 32, "max_model_len": 128}
@@ -46,7 +47,7 @@ def chosen(own, prompt, output, *filters):
     """The token that is chosen after these of eight equal logits, and its log-probability."""
     positions = jnp.asarray([len(prompt) + len(output)], jnp.int32)
     total = jnp.log(jnp.full(1, 8, jnp.float32))
-    choice = choose(jnp.zeros((1, 8), jnp.float32), total, sampling(own, prompt, output, *filters), positions)
+    choice = choose(jnp.zeros((1, 8), jnp.float32), total, sampling(own, prompt, output, *filters), positions, PLAIN)
     return int(choice.token[0]), float(choice.logprob[0])
 
 

@@ -4,21 +4,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from native_kernels import installed, needs_compiler
 
 from ling3.engine import sampling
-from ling3.engine.sampling import NOT_A_NUMBER, Sampling
+from ling3.engine.sampling import NOT_A_NUMBER, Adjustments, Sampling
 from ling3.engine.sampling_params import SamplingParams
-from ling3.execution import XLA_CPU
-from ling3.ops.logits import log_sum_exp
+from ling3.execution import CPU, PLAIN, XLA_CPU
+from ling3.ops import drawing
+from ling3.ops.logits import largest, log_sum_exp
 
 # Compiled whole, as in the engine: each of their operations would be a program of its own.
-ends, sample = jax.jit(sampling.ends), jax.jit(sampling.sample)
-filtered_logits = jax.jit(sampling.filtered_logits)
+ends = jax.jit(sampling.ends)
+choose_active = jax.jit(sampling.choose_active, static_argnums=4)
 
 
 @jax.jit
-def choose(logits, *rest):
-    return sampling.choose(logits, log_sum_exp(logits), *rest)
+def sample(logits, drawing, positions):
+    return sampling.sample(logits, largest(logits), drawing, positions, jnp.ones(len(logits), bool), PLAIN)
+
+
+@jax.jit
+def narrowed(logits, rows):
+    return drawing.narrowed(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+
+
+@jax.jit
+def choose(logits, rows, positions):
+    return sampling.choose(logits, log_sum_exp(logits), rows, positions, PLAIN)
 
 
 PROBABILITIES = [0.1, 0.3, 0.15, 0.4, 0.05]
@@ -51,14 +63,14 @@ def logits_of(probabilities):
 )
 def test_filters_keep_what_they_say(values, kept):
     logits = logits_of(PROBABILITIES)
-    left = filtered_logits(logits, rows(1, **values))[0]
+    left = narrowed(logits, rows(1, **values))[0]
     assert np.flatnonzero(np.isfinite(left)).tolist() == kept
     np.testing.assert_array_equal(left[jnp.asarray(kept)], logits[0, jnp.asarray(kept)])
 
 
 def test_top_p_of_one_keeps_all_of_a_real_vocabulary():
     logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(1, 157184)), jnp.float32)
-    np.testing.assert_array_equal(filtered_logits(logits, rows(1, 157184)), logits)
+    np.testing.assert_array_equal(narrowed(logits, rows(1, 157184)), logits)
 
 
 def test_draws_follow_the_softmax():
@@ -139,7 +151,8 @@ def test_rows_are_chosen_one_by_one_with_the_same_bits(vocab, monkeypatch):
     positions = jnp.arange(len(kinds), dtype=jnp.int32)
     active = jnp.asarray([True, True, True, True, False])
     monkeypatch.setattr(sampling, "MANY", vocab)
-    found = jax.jit(sampling.choose_active, static_argnums=4)(logits, mixed, positions, active, XLA_CPU)
+    jax.clear_caches()  # of MANY
+    found = choose_active(logits, mixed, positions, active, XLA_CPU)
     expected = choose(logits, mixed, positions)
     np.testing.assert_array_equal(found.token[:4], expected.token[:4])
     np.testing.assert_array_equal(found.logprob[:4], expected.logprob[:4])
@@ -152,7 +165,7 @@ def test_a_greedy_row_has_the_same_bits_beside_rows_that_ask_for_more(monkeypatc
     """Where all rows are greedy nothing is filtered or copied; a neighbour's filter or stop ids change that."""
     vocab = 300
     monkeypatch.setattr(sampling, "MANY", vocab)
-    choose_active = jax.jit(sampling.choose_active, static_argnums=4)
+    jax.clear_caches()  # of MANY
     logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(4, vocab)), jnp.float32)
     logits = logits.at[2, 5].set(jnp.nan).at[3].set(-jnp.inf)
     positions = jnp.arange(4, dtype=jnp.int32)
@@ -168,3 +181,27 @@ def test_a_greedy_row_has_the_same_bits_beside_rows_that_ask_for_more(monkeypatc
         np.testing.assert_array_equal(found.logprob[1], expected.logprob[1])
         if neighbour is early:
             assert found.token[0] != expected.token[0] == jnp.argmax(logits[0])
+
+
+@needs_compiler
+def test_a_drawn_row_has_the_same_token_beside_rows_that_ask_for_more(monkeypatch):
+    """On the kernels: rows that are only drawn are drawn at once, and one by one beside a row with a penalty."""
+    vocab = 700
+    monkeypatch.setattr(sampling, "MANY", vocab)
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 9, "temperature": 0.6}, {"min_p": 0.1}]
+    logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(6, vocab)), jnp.float32)
+    positions = jnp.arange(6, dtype=jnp.int32)
+
+    def drawing(**first):
+        params = [SamplingParams(**{"temperature": 1.0, **kind}) for kind in (first, *kinds)]
+        adjustments = Adjustments.build([(p, (), (3, 4)) for p in params], vocab)
+        return Sampling.build([(p, i, 0, p.check(vocab)) for i, p in enumerate(params)], vocab, 4, adjustments)
+
+    expected = choose(logits, drawing(), positions).token
+    with installed():
+        first = choose_active(logits, drawing(), positions, jnp.ones(6, bool), CPU)
+        for asks in ({"logprobs": 2}, {"repetition_penalty": 1.5}, {"logit_bias": {5: 3.0}}):
+            found = choose_active(logits, drawing(**asks), positions, jnp.ones(6, bool), CPU)
+            np.testing.assert_array_equal(found.token[1:], expected[1:])
+            np.testing.assert_array_equal(found.logprob[1:], first.logprob[1:])
+    np.testing.assert_array_equal(first.token, expected)

@@ -48,6 +48,8 @@ def test_kernels_that_run():
     with installed():
         rows = by_operator(kernels.report("tiny", open_model(TINY), CPU))
     for operator, call, form in (
+        ("short_conv", "decode", "cpu.conv"),
+        ("short_conv", "prefill", "cpu.conv"),
         ("kda_step", "decode", "cpu.kda"),
         ("chunk_kda", "prefill", "cpu.kda"),
         ("experts", "decode", "cpu.experts"),
@@ -55,6 +57,7 @@ def test_kernels_that_run():
         ("latent_queries", "decode", "cpu.absorption"),
         ("take_rows", "decode", "cpu.rows"),
         ("likeliest", "decode", "cpu.logits"),
+        ("draw", "decode", "cpu.drawing"),
     ):
         assert (rows[operator, call].form, rows[operator, call].why) == (form, forms.RUNS)
 

@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from ling3.ops.cpu import attention, kda, logits, products, rows
+from ling3.ops.cpu import attention, conv, drawing, kda, logits, products, rows
 from ling3.runtime import native
 
 KEPT = pathlib.Path(__file__).parents[2] / ".jax_cache" / "native"
@@ -27,12 +27,12 @@ def installed():
     """Inside, operators run on their kernels, whatever the size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, str(KEPT))
-        for kernel in (attention, kda, logits, rows):
+        for kernel in (attention, conv, drawing, kda, logits, rows):
             patch.setattr(kernel, "LEAST", 0)
         patch.setattr(products, "LEAST", dict.fromkeys(products.LEAST, 0))
         forget()
         jax.clear_caches()
-        for kernel in (attention, kda, logits, products, rows):
+        for kernel in (attention, conv, drawing, kda, logits, products, rows):
             assert native.missing(kernel.SOURCE) is None
         assert native.missing(products.SOURCE, "QUANTIZED") is None
         yield

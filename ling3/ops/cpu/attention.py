@@ -21,7 +21,7 @@ from ling3.runtime import native
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 256
 """Entry size, in numbers, below which compiling the kernel takes longer than it saves."""
-MOST = 8
+MOST = 32
 """Above this many bfloat16 queries per latent, XLA is faster: it uses the processor's bfloat16 instructions."""
 
 

@@ -26,20 +26,12 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 inline uint32_t bits_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 
-inline float widened(float x) { return x; }
-inline float widened(BFloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
 inline float widened(Float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);

@@ -109,6 +109,41 @@ inline Lanes exponential(Lanes x) {
   return x < -87.0f ? Lanes{} : scaled;
 }
 
+// log(x) for normal numbers above 0, to a last bit or two: Cephes' polynomial for the mantissa, in [1/√2, √2).
+inline Lanes logarithm(Lanes x) {
+  Words bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const Words exponents = (bits - 0x3f3504f3u) >> 23;  // of the power of two below, from 0 for that of x in [1/√2, √2)
+  const Words shifted = (exponents & 0x1ffu) << 23;
+  bits -= shifted;
+  Lanes m;
+  std::memcpy(&m, &bits, sizeof m);
+  // The nine bits as a signed number: added to 1.5 · 2^23's last bits.
+  const Words signed_bits = (((exponents & 0x1ffu) ^ 0x100u) - 0x100u) + 0x4b400000u;
+  Lanes e;
+  std::memcpy(&e, &signed_bits, sizeof e);
+  e -= 12582912.0f;
+  const Lanes f = m - 1.0f, square = f * f;
+  Lanes y = every(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f}) {
+    y = multiply_add(y, f, every(c));
+  }
+  y = multiply_add(y, f * square, e * -2.12194440e-4f);
+  y = multiply_add(square, every(-0.5f), y);
+  return multiply_add(e, every(0.693359375f), f + y);
+}
+
+// True if a comparison of registers is true anywhere.
+template <class Mask>
+INLINE bool any(Mask mask) {
+  uint64_t parts[sizeof mask / 8], found = 0;
+  std::memcpy(parts, &mask, sizeof mask);
+#pragma GCC unroll 8
+  for (uint64_t part : parts) found |= part;
+  return found != 0;
+}
+
 // What is subtracted before `exponential`: the largest of its numbers, or 0 where that is not finite.
 inline float shift_of(float top) { return std::isfinite(top) ? top : 0; }
 
@@ -143,6 +178,15 @@ inline void stream_zeros(float* begin, float* end) {
 #endif
   std::fill(begin, end, 0.0f);
 }
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline float widened(float x) { return x; }
+inline float widened(BFloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
 inline void narrow(float x, float* to) { *to = x; }
 

@@ -4,16 +4,19 @@ The kernel reads each active row once, on all threads. XLA reads a row several t
 """
 
 import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from ling3.ops import logits as plain
 from ling3.ops.forms import runs
 from ling3.runtime import native
 
+T = TypeVar("T")
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 2**14
 """The size of vocabulary below which a kernel, or a branch for each row, costs more than it saves."""
@@ -42,13 +45,21 @@ def xla_likeliest(
     logits: Float32[Array, "batch vocab"], active: Bool[Array, " batch"]
 ) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
     """`logits.likeliest` by XLA alone, one row after another: rows that are not active cost nothing."""
+    return for_active_rows(plain.likeliest, logits, active)
+
+
+def for_active_rows(form: Callable[..., T], logits: Float32[Array, "batch vocab"], *rows: PyTree) -> T:
+    """`form(logits, active, …)` for one row after another, and zeros for rows that are not `active`.
+
+    Vocabularies of less than `LEAST` tokens are computed at once.
+    """
     if logits.shape[1] < LEAST:
-        return plain.likeliest(logits, active)
+        return form(logits, *rows)
 
-    def of(row: tuple[Float32[Array, " vocab"], Bool[Array, ""]]) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
-        z, wanted = row
-        none = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32)
-        token, total = lax.cond(wanted, lambda: plain.likeliest(z[None], wanted[None]), lambda: none)
-        return token[0], total[0]
+    def of(own: Any) -> T:
+        own = jax.tree.map(lambda x: x[None], own)
+        none = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(form, *own))
+        found = lax.cond(own[1][0], lambda: form(*own), lambda: none)
+        return jax.tree.map(lambda y: y[0], found)
 
-    return lax.map(of, (logits, active))
+    return lax.map(of, (logits, *rows))

@@ -1,0 +1,70 @@
+"""The short convolution on a CPU, by a C++ kernel (`conv.cc`) that moves the tail on where it lies.
+
+XLA joins tail and inputs, gathers the new tail from them and copies those of all convolutions together, for every row
+of a call: in a decode call with one active row of 16, this took as long as KDA's small products.
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from ling3.ops import conv
+from ling3.ops.forms import runs
+from ling3.ops.precision import Wide
+from ling3.runtime import native
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+LEAST = 512
+"""The number of channels below which compiling the kernel takes longer than it saves."""
+FLOATS = (jnp.float32, jnp.bfloat16)
+
+
+def unsuited(x: Float[Array, "batch seq channels"], tail: Float[Array, "batch back all"]) -> str | None:
+    """Why the kernel does not run, or None: it is missing, or the dtypes do not suit, or there are few channels."""
+    if x.dtype not in FLOATS or tail.dtype not in FLOATS:
+        return f"x is {x.dtype} and the tail {tail.dtype}; the kernel takes float32 and bfloat16"
+    if x.shape[2] < LEAST:
+        return f"there are less than {LEAST} channels"
+    return native.missing(SOURCE)
+
+
+def short_conv(
+    x: Float[Array, "batch seq channels"],
+    weight: Float[Array, "channels taps"],
+    tail: Float[Array, "batch taps-1 all"],
+    length: Int32[Array, " batch"],
+    first: int,
+) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
+    """Computes `conv.short_conv` with the C++ kernel, where it suits. The outputs of padding are zeros.
+
+    A token's bits depend on its own inputs alone, and not on how a row's tokens are split into calls.
+    """
+    if not runs("short_conv", unsuited(x, tail)):
+        return conv.short_conv(x, weight, tail, length, first)
+    return _run(first, x, weight, tail, length)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(
+    first: int,
+    x: Float[Array, "batch seq channels"],
+    weight: Float[Array, "channels taps"],
+    tail: Float[Array, "batch taps-1 all"],
+    length: Int32[Array, " batch"],
+) -> tuple[Float32[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
+    shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct(tail.shape, tail.dtype))
+    target = native.target(SOURCE, "short_conv")
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases={2: 1})
+    y, after = call(x, weight.astype(jnp.float32), tail, length, first=np.int64(first))
+    return y, after
+
+
+@_run.defjvp
+def _derivative(first: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
+    plain = functools.partial(conv.short_conv, first=first)
+    return _run(first, *primals), jax.jvp(plain, primals, tangents)[1]
