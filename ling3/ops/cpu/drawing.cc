@@ -91,7 +91,7 @@ struct Row {
     return ids;
   }
 
-  // A logit below this gives no score of `score`, whatever its noise; for products that round, a little lower.
+  // No logit below this can reach `score`, whatever its noise. It is a little too low, as products are rounded.
   float hopeless(float score) const {
     const double least = (double(score) - LOUDEST) * temperature;
     return float(least - 1e-6 * std::fabs(double(score) * temperature) - 1e-30);
