@@ -151,7 +151,6 @@ def test_rows_are_chosen_one_by_one_with_the_same_bits(vocab, monkeypatch):
     positions = jnp.arange(len(kinds), dtype=jnp.int32)
     active = jnp.asarray([True, True, True, True, False])
     monkeypatch.setattr(sampling, "MANY", vocab)
-    jax.clear_caches()  # of MANY
     found = choose_active(logits, mixed, positions, active, XLA_CPU)
     expected = choose(logits, mixed, positions)
     np.testing.assert_array_equal(found.token[:4], expected.token[:4])
@@ -165,7 +164,6 @@ def test_a_greedy_row_has_the_same_bits_beside_rows_that_ask_for_more(monkeypatc
     """Where all rows are greedy nothing is filtered or copied; a neighbour's filter or stop ids change that."""
     vocab = 300
     monkeypatch.setattr(sampling, "MANY", vocab)
-    jax.clear_caches()  # of MANY
     logits = jnp.asarray(2 * np.random.default_rng(0).normal(size=(4, vocab)), jnp.float32)
     logits = logits.at[2, 5].set(jnp.nan).at[3].set(-jnp.inf)
     positions = jnp.arange(4, dtype=jnp.int32)

@@ -47,7 +47,7 @@ FILTERS = [
 ]
 
 
-# Less than a register, registers and a rest, published vocabularies; peaked and nearly flat.
+# Less than a register, registers and a rest, a published vocabulary; nearly flat to peaked.
 @pytest.mark.parametrize("vocab", [1, 3, 100, 4_099, 50_257])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_ids_are_the_plain_forms(vocab, spread):
