@@ -16,10 +16,12 @@ Logits = Float32[Array, "batch vocab"]
 class DrawToken(Protocol):
     """The id with the largest z_i / temperature + G_i of those that a row's filters keep, the first of several.
 
-    G_i is `jax.random.gumbel`'s noise from the row's key, so that ids have the probabilities softmax(z / temperature),
-    scaled to those that are kept: of the `top_k` likeliest the fewest that together reach `top_p`, if they are at least
-    `min_p` times as likely as the likeliest. A temperature is above 0; the vocabulary's size, 1 and 0 keep all. Rows
-    that are not `active`, or have no finite largest logit, get any id.
+    G_i is `jax.random.gumbel`'s noise from the row's key, so that a kept id is drawn with the probability that softmax
+    gives its z / temperature among all kept ids (the Gumbel-max trick, Maddison et al. 2014, arXiv 1411.0030). Of the
+    `top_k` likeliest ids the fewest are kept that together have `top_p` of their probability (Holtzman et al. 2020,
+    arXiv 1904.09751), and of these the ids that are at least `min_p` times as likely as the likeliest (Nguyen et al.
+    2024, arXiv 2407.01082). The temperature is above 0; a `top_k` of the vocabulary's size, a `top_p` of 1 and a
+    `min_p` of 0 keep all. Rows that are not `active`, or whose largest logit is not finite, get any id.
     """
 
     def __call__(

@@ -24,15 +24,15 @@ struct Convolution {
   float* y;            // as x
   int64_t batch, seq, channels, back, all;
 
-  // What the convolution sees of an input: the number that the tail would keep of it.
+  // An input as the convolution takes it: rounded to the tail's type, so that it does not matter how tokens are split.
   static float seen(X number) {
     T kept;
     narrow(widened(number), &kept);
     return widened(kept);
   }
 
-  // The `count` outputs from `channel` on of a row's tokens `begin` to `end`. `room` has count numbers for each of them
-  // and for those before, and a register more.
+  // The `count` outputs from `channel` on of a row's tokens `begin` to `end`. `room` holds, in whole registers, `count`
+  // inputs of each of these tokens and of the `back` before them, and then `count` weights of each tap.
   void outputs(int64_t row, int64_t begin, int64_t end, int64_t channel, int64_t count, float* room) const {
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
     const auto input = [&](int64_t token) { return room + (token - begin + back) * padded; };

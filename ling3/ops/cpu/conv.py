@@ -1,7 +1,7 @@
 """The short convolution on a CPU, by a C++ kernel (`conv.cc`) that moves the tail on where it lies.
 
 XLA joins tail and inputs, gathers the new tail from them and copies those of all convolutions together, for every row
-of a call: in a decode call with one active row of 16, this took as long as KDA's small products.
+of a call: with one active row of 16, 2.1 of a decode step's 16.8 ms (INT4, four layers of Ling-3.0-tiny's width).
 """
 
 import functools
@@ -20,7 +20,7 @@ from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 512
-"""The number of channels below which compiling the kernel takes longer than it saves."""
+"""The number of channels below which XLA runs: models of toy sizes are not worth the seconds that compiling takes."""
 FLOATS = (jnp.float32, jnp.bfloat16)
 
 

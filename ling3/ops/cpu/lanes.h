@@ -109,16 +109,16 @@ inline Lanes exponential(Lanes x) {
   return x < -87.0f ? Lanes{} : scaled;
 }
 
-// log(x) for normal numbers above 0, to a last bit or two: Cephes' polynomial for the mantissa, in [1/√2, √2).
+// log(x) for normal numbers x = 2^e m above 0, to a last bit: e log(2), and Cephes' polynomial for m in [1/√2, √2).
 inline Lanes logarithm(Lanes x) {
   Words bits;
   std::memcpy(&bits, &x, sizeof bits);
-  const Words exponents = (bits - 0x3f3504f3u) >> 23;  // of the power of two below, from 0 for that of x in [1/√2, √2)
+  const Words exponents = (bits - 0x3f3504f3u) >> 23;  // e modulo 512, where 0x3f3504f3 are the bits of 1/√2
   const Words shifted = (exponents & 0x1ffu) << 23;
   bits -= shifted;
   Lanes m;
   std::memcpy(&m, &bits, sizeof m);
-  // The nine bits as a signed number: added to 1.5 · 2^23's last bits.
+  // The nine bits as a signed number, added to the last bits of 1.5 · 2^23, which is subtracted again as a float.
   const Words signed_bits = (((exponents & 0x1ffu) ^ 0x100u) - 0x100u) + 0x4b400000u;
   Lanes e;
   std::memcpy(&e, &signed_bits, sizeof e);
