@@ -3,16 +3,22 @@
 import importlib.resources
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 
 from ling3.checkpoint import replacing
 
+GGUF = ".gguf"
+"""The ending of the names of GGUF files."""
 CONFIGS = ("tiny", "flash")
 """Published models whose `config.json` is in the package, without weights."""
 
 
 def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None = None) -> pathlib.Path:
     """The local directory of the checkpoint that `path` names, downloaded first when it is only on the hub.
+
+    A GGUF file is a checkpoint too, on disk, or on the hub as `owner/name:file.gguf` (of a split set the first file).
+    Its directory is a temporary one (`gguf_checkpoint.directory`, whose errors this raises, too).
 
     `"nano"` is always the checkpoint in the package (write `"./nano"` for a directory of that name). Otherwise an
     existing directory is used, or for `"tiny"` and `"flash"` the package's copy of the published `config.json`. A path
@@ -25,22 +31,42 @@ def resolve(path: str | os.PathLike[str], allow_patterns: Sequence[str], revisio
     file, PermissionError if the repository is gated, ValueError for an invalid name or for a `revision` of a local
     directory, and other OSErrors if a killed `save` can be neither completed nor undone.
     """
-    directory = _local(path)
-    if directory is None:
-        return _download(os.fspath(path), list(allow_patterns), revision)
-    if revision is not None:
-        raise ValueError(f"revision: found {revision!r} for {directory}, which is no hub repository; leave it out")
-    return directory
+    place = _local(path)
+    if place is not None and revision is not None:
+        raise ValueError(f"revision: found {revision!r} for {place}, which is no hub repository; leave it out")
+    if place is None:
+        place = _fetched(path, allow_patterns, revision)[1]
+    if place.is_dir():
+        return place
+    # Only a GGUF file pays for this import.
+    from ling3.checkpoint import gguf_checkpoint  # noqa: PLC0415
+
+    return gguf_checkpoint.directory(place)
 
 
 def pin(path: str | os.PathLike[str], revision: str | None = None) -> str | None:
     """The commit that `revision` of the hub repository `path` points to now; None if `path` is local.
 
     Files fetched one after the other at this commit belong to one snapshot even if the branch moves in between.
-    Fetches `config.json`. Raises what `resolve` raises.
+    Fetches `config.json`, or the GGUF file. Raises what `resolve` raises.
     """
-    directory = resolve(path, ("config.json",), revision)
-    return None if _local(path) is not None else directory.name
+    if _local(path) is None:
+        return _fetched(path, ("config.json",), revision)[0].name
+    resolve(path, ("config.json",), revision)
+    return None
+
+
+def _fetched(
+    path: str | os.PathLike[str], allow_patterns: Sequence[str], revision: str | None
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """The snapshot of a hub id, and the place in it that the id names: itself, or a GGUF file."""
+    repository, _, file = os.fspath(path).partition(":")
+    # A split set is given by its first file, and fetched as a whole.
+    patterns = [re.sub(r"-00001-of-(?=\d{5}\.gguf$)", "-?????-of-", file)] if file else list(allow_patterns)
+    snapshot = _download(repository, patterns, revision)
+    if file and not (snapshot / file).is_file():
+        raise FileNotFoundError(f"the hub repository {repository!r} has no file {file!r}: correct its name")
+    return snapshot, snapshot / file
 
 
 def lasting(path: str | os.PathLike[str]) -> str:
@@ -50,7 +76,7 @@ def lasting(path: str | os.PathLike[str]) -> str:
 
 
 def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
-    """The directory that `path` names; None for a hub id."""
+    """The directory or the GGUF file that `path` names; None for a hub id."""
     name = os.fspath(path)
     if name == "nano":
         return _packaged(name)
@@ -65,11 +91,19 @@ def _local(path: str | os.PathLike[str]) -> pathlib.Path | None:
     if name in CONFIGS:
         return _packaged(name)
     if os.path.exists(directory):  # noqa: PTH110
-        raise NotADirectoryError(f"{directory} is a file: give the directory that holds config.json and the weights")
+        if directory.suffix == GGUF:
+            return directory
+        raise NotADirectoryError(
+            f"{directory} is a file: give the directory that holds config.json and the weights, or a {GGUF} file"
+        )
+    repository, _, file = name.partition(":")
     # On Windows a path has backslashes, which no hub id has.
-    local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-    if local:
-        raise FileNotFoundError(f"no checkpoint directory at {directory.absolute()}")
+    local = isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or "\\" in name
+    if local or repository.count("/") > 1 or repository.endswith(GGUF):
+        kind = "GGUF file" if name.endswith(GGUF) else "checkpoint directory"
+        raise FileNotFoundError(f"no {kind} at {directory.absolute()}")
+    if file and not file.endswith(GGUF):
+        raise ValueError(f"{name!r}: names the file {file!r} of a hub repository; expected one that ends in {GGUF}")
     return None
 
 

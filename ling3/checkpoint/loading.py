@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from ling3 import families
-from ling3.checkpoint import hub, shards
+from ling3.checkpoint import gguf_checkpoint, hub, shards
 from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
 from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weight_names
@@ -30,7 +30,7 @@ from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.checkpoint.stored_formats import with_stored_formats
 from ling3.families.quantization import in_floats
-from ling3.formats import QuantizedMatrix, in_float32
+from ling3.formats import QuantizedMatrix, in_model
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
@@ -57,7 +57,7 @@ def load(
     check_finite: bool = True,
     dequantize: bool = False,
 ) -> CausalLM:
-    """Loads the model in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+    """Loads the model in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
     `revision` is a branch, a tag or a commit of the hub's repository. With `dtype` None, every array keeps the dtype it
     is stored in. With `jnp.float32` or `jnp.bfloat16`, matrices get that dtype, and what a model keeps in float32
@@ -103,20 +103,24 @@ def load(
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         config = with_stored_formats(config, source)
         tree = dataclasses.replace(structure(config), origin=Origin(hub.lasting(path), revision))
-        parts = stored_parts(tree, source)
-        account(directory, config, parts, source, wanted, mesh)
+        parts, name = stored_parts(tree, source), gguf_checkpoint.named(directory)
+        account(name, config, parts, source, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
-        if any(leaf.path == EMBEDDING and own == np.float32 for (leaf, _), own in zip(parts, dtypes, strict=True)):
-            tree = eqx.filter_eval_shape(in_float32, tree)
+        [(embedding, own)] = [
+            (leaf, own) for (leaf, _), own in zip(parts, dtypes, strict=True) if leaf.path == EMBEDDING
+        ]
+        if isinstance(embedding.module, QuantizedMatrix):
+            own = embedding.module.dtype if wanted is None else wanted
+        tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=own), tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
 
-        arrays = _read(directory, parts, dtypes, source, layout, check_finite)
+        arrays = _read(name, parts, dtypes, source, layout, check_finite)
         together.check()
         model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
         if wrong := list(families.family_of(config).misfits(model)):
             kind = "numbers out of range; fetch the file again"
-            raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
+            raise CheckpointError(shards.complaint(name, [(kind, wrong)]))
     return model
 
 
@@ -149,7 +153,7 @@ def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
 
 
 def _read(
-    directory: pathlib.Path,
+    name: pathlib.Path,
     parts: Parts,
     dtypes: list[np.dtype],
     source: StoredTensors,
@@ -175,9 +179,9 @@ def _read(
         for copied in copier.run(copies):
             advance(copied.nbytes)
             infinite.update(dict.fromkeys(copied.infinite))
-            for name, scale in copied.scales.items():
-                if scale or not is_of_zeros(leaf, name, source):
-                    scales[name] = scale
+            for tensor, scale in copied.scales.items():
+                if scale or not is_of_zeros(leaf, tensor, source):
+                    scales[tensor] = scale
         return array
 
     def placed(i: int) -> jax.Array:
@@ -187,7 +191,7 @@ def _read(
         return layout.array(i, parts[i][0].value.shape, functools.partial(read, i))
 
     every = range(len(parts))
-    with progress(f"loading {directory.name}", sum(map(total, every))) as advance, Copier(check_finite) as copier:
+    with progress(f"loading {name.name}", sum(map(total, every))) as advance, Copier(check_finite) as copier:
         arrays = [placed(i) for i in every]
     if infinite or scales:
         advice = "fetch the file again, or load with check_finite=False"
@@ -201,7 +205,7 @@ def _read(
                 [f"{source[name]}: found {scale:g}" for name, scale in scales.items()],
             ),
         ]
-        raise CheckpointError(shards.complaint(directory, kinds))
+        raise CheckpointError(shards.complaint(name, kinds))
     return arrays
 
 

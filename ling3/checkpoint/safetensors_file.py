@@ -96,6 +96,10 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
+    block: str = ""
+    """ggml's name of the blocks that it consists of, if the file is a GGUF file; their bytes are its elements."""
+    made: Callable[[], Shaped[np.ndarray, "..."]] | None = None
+    """Returns the tensor, if the file has it in another arrangement; None if it is stored as it is."""
 
     def __str__(self) -> str:
         return f"{self.name}, in {self.file.path.name}"
@@ -115,11 +119,22 @@ class StoredTensor(NamedTuple):
         rows, columns = out.shape
         itemsize = DTYPES[self.dtype].itemsize
         end = start + (rows - 1) * stride + columns
+        if self.made is not None:
+            stored = self.made().reshape(-1).view(out.dtype)
+            for i, row in enumerate(out):
+                row[:] = stored[start + i * stride : start + i * stride + columns]
+            return
         assert out.itemsize == itemsize and end <= math.prod(self.shape), "no such part of the tensor"
         if columns == stride and out.flags.c_contiguous:
             out = out.reshape(1, -1)
         for i, row in enumerate(out):
             self.file.fill(row.view(np.uint8).data, self.start + (start + i * stride) * itemsize, self.name)
+
+    def array(self) -> Shaped[np.ndarray, "..."]:
+        """Reads the entire tensor. Raises CheckpointError if the file cannot be read."""
+        array = np.empty(self.shape, DTYPES[self.dtype])
+        self.read(0, array.reshape(1, -1), array.size)
+        return array
 
 
 StoredTensors = dict[str, StoredTensor]

@@ -3,9 +3,8 @@
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
 
-from ling3.checkpoint.safetensors_file import DTYPES, StoredTensor, StoredTensors
+from ling3.checkpoint.safetensors_file import StoredTensors
 from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 
@@ -18,15 +17,9 @@ def is_scale(leaf: ArrayLeaf) -> bool:
 def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     """True if scales of 0 in the tensor `name` multiply only zeros, as after pruning."""
     codes, scale = (field for field in leaf.module.STORED if field != "weight_shape")
-    stored, scales = (_read(source[own]) for own in (f"{name.rpartition('.')[0]}.{codes}", name))
+    stored, scales = (source[own].array() for own in (f"{name.rpartition('.')[0]}.{codes}", name))
     zeros = jnp.asarray((scales.astype(np.float32) == 0).astype(scales.dtype))
     matrix = eqx.tree_at(
         lambda own: [getattr(own, codes), getattr(own, scale)], leaf.module, [jnp.asarray(stored), zeros]
     )
     return not bool(jnp.any(matrix.decoded()))
-
-
-def _read(tensor: StoredTensor) -> Shaped[np.ndarray, "rows columns"]:
-    array = np.empty(tensor.shape, DTYPES[tensor.dtype])
-    tensor.read(0, array.reshape(1, -1), array.size)
-    return array

@@ -1,9 +1,10 @@
-"""The safetensors files of a checkpoint directory as one set of tensors, each in exactly one file."""
+"""The files of a checkpoint directory as one set of tensors, each in exactly one file."""
 
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from ling3.checkpoint import gguf_checkpoint
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors, open_file
 from ling3.runtime import strict_json
 from ling3.runtime.quoting import LONGEST_LINE, MOST_LINES, printable, shown
@@ -19,7 +20,7 @@ _LISTED = 12
 
 
 def open_all(directory: pathlib.Path) -> StoredTensors:
-    """Opens a checkpoint's safetensors files and returns their tensors by name; only headers are read.
+    """Opens a checkpoint's safetensors or GGUF files and returns their tensors by name; only headers are read.
 
     With an index, the files are those that it names, and each tensor must be in the file that it gives. Without one,
     `model.safetensors` is read or, if that is missing, every `*.safetensors` in the directory. Other files are ignored,
@@ -29,6 +30,8 @@ def open_all(directory: pathlib.Path) -> StoredTensors:
 
     Raises CheckpointError, with all problems of a kind in one message.
     """
+    if (tensors := gguf_checkpoint.tensors_of(directory)) is not None:
+        return tensors
     weight_map = index(directory)
     if weight_map is None:
         names = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("."))
@@ -52,6 +55,11 @@ def open_all(directory: pathlib.Path) -> StoredTensors:
             holders.setdefault(tensor.name, []).append(tensor)
     _check_holders(directory, holders, weight_map)
     return {name: found[0] for name, found in holders.items()}
+
+
+def holds_weights(directory: pathlib.Path) -> bool:
+    """True if the directory has files that `open_all` opens, whether they are valid or not."""
+    return gguf_checkpoint.tensors_of(directory) is not None or any(directory.glob("*.safetensors*"))
 
 
 def complaint(place: object, problems: Iterable[tuple[str, list[str]]]) -> str:

@@ -1,4 +1,4 @@
-"""Finds the quantized matrices of a checkpoint from its files' headers, if its config does not say (DeepSeek-V4)."""
+"""Finds the quantized matrices of a checkpoint from its files' headers, if no config says them (DeepSeek-V4, GGUF)."""
 
 import dataclasses
 import math
@@ -10,11 +10,16 @@ from ling3.checkpoint.names import stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families import family_of
 from ling3.families.quantization import Quantization, Scheme, SchemeGroup, in_floats
-from ling3.formats import Fp4, Fp8, QuantizedMatrix, fp8
+from ling3.formats import Fp4, Fp8, GgufBlocks, fp8
+from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Matrix
 
-FORMATS: Mapping[str, type[QuantizedMatrix]] = {"F8_E4M3": Fp8, "I8": Fp4}
-"""The format of a matrix, by the stored dtype of its `weight`."""
+FORMATS: Mapping[str, Scheme] = {
+    "F8_E4M3": Scheme(Fp8),
+    "I8": Scheme(Fp4),
+    **{block: Scheme(GgufBlocks, (("block", block),)) for block in BLOCKS},
+}
+"""The format of a matrix, by the stored dtype of its `weight`, or by its blocks in a GGUF file."""
 
 
 def with_stored_formats(config: Any, source: StoredTensors) -> Any:
@@ -22,46 +27,53 @@ def with_stored_formats(config: Any, source: StoredTensors) -> Any:
 
     Raises CheckpointError for FP8 blocks that would span several matrices of a stack.
     """
-    if not family_of(config).formats_in_headers:
+    said = config.quantization_config
+    if not family_of(config).formats_in_headers and (said is None or said.method != "gguf"):
         return config
     plain = in_floats(config)
-    stored: dict[str, type[QuantizedMatrix] | None] = {}
+    stored: dict[str, Scheme | None] = {}
     for leaf, placed in stored_parts(structure(plain), source):
         if not isinstance(leaf.module, Matrix) or leaf.field != "weight":
             continue
         for published, own in zip(weights_of(leaf), placed, strict=True):
             tensor = source.get(own.name)
-            kind = None if tensor is None else FORMATS.get(tensor.dtype)
+            scheme = None if tensor is None else FORMATS.get(tensor.block or tensor.dtype)
             *stack, rows, _ = leaf.module.shape
-            if kind is Fp8 and own.expert is None and math.prod(stack) > 1 and rows % fp8.BLOCK:
+            if (
+                scheme is not None
+                and scheme.kind is Fp8
+                and own.expert is None
+                and math.prod(stack) > 1
+                and rows % fp8.BLOCK
+            ):
                 raise CheckpointError(
                     f"{tensor}: found F8_E4M3, whose blocks of {fp8.BLOCK} rows would span several of its matrices of "
                     f"{rows} rows; expected multiples of {fp8.BLOCK}; give the checkpoint in floats"
                 )
-            stored[published.name.removesuffix(".weight")] = kind
+            stored[published.name.removesuffix(".weight")] = scheme
     if not any(stored.values()):
         return plain
-    if config.quantization_config is None:
-        experts = {"expert_dtype": "fp4"} if Fp4 in stored.values() else {}
+    if said is None:
+        experts = {"expert_dtype": "fp4"} if FORMATS["I8"] in stored.values() else {}
         config = dataclasses.replace(config, quantization_config={"quant_method": "fp8", **fp8.WRITTEN, **experts})
-    said = config.quantization_config
+        said = config.quantization_config
     schemes = {module: said.scheme(module) for module in stored}
-    if all((own and own.kind) is stored[module] for module, own in schemes.items()):
+    if all((own and own.kind) is (found and found.kind) for own, found in zip(schemes.values(), stored.values())):
         return config
     return dataclasses.replace(config, quantization_config=Quantization(said.source, "headers", _groups(stored), ()))
 
 
-def _groups(stored: Mapping[str, type[QuantizedMatrix] | None]) -> tuple[SchemeGroup, ...]:
+def _groups(stored: Mapping[str, Scheme | None]) -> tuple[SchemeGroup, ...]:
     """The modules of each format: as a regex where all layers and experts have the same one, else as names."""
     alike: dict[str, list[str]] = {}
     for module in stored:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(module).replace(r"\.", ".")), []).append(module)
-    targets: dict[type[QuantizedMatrix], list[str]] = {}
+    targets: dict[Scheme, list[str]] = {}
     for pattern, modules in alike.items():
-        kinds = {stored[module] for module in modules}
-        for kind in kinds:
-            if kind is None:
+        schemes = {stored[module] for module in modules}
+        for scheme in schemes:
+            if scheme is None:
                 continue
-            own = [module for module in modules if stored[module] is kind]
-            targets.setdefault(kind, []).extend([f"re:{pattern}$"] if len(kinds) == 1 else own)
-    return tuple(SchemeGroup(tuple(names), Scheme(kind)) for kind, names in targets.items())
+            own = [module for module in modules if stored[module] == scheme]
+            targets.setdefault(scheme, []).extend([f"re:{pattern}$"] if len(schemes) == 1 else own)
+    return tuple(SchemeGroup(tuple(names), scheme) for scheme, names in targets.items())

@@ -14,6 +14,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
+from ling3.families.gguf import Contents, GgufArchitecture
 from ling3.families.quantization import Quantization, quantized
 from ling3.layers.scope import with_names
 from ling3.mesh.making import one_by_one
@@ -39,6 +40,37 @@ def register_family(family: Family) -> None:
                 f"family {family.name}: {', '.join(sorted(taken))} is {known.name}'s already: give names of its own"
             )
     _FAMILIES[:] = [*others, family]
+
+
+def gguf_config(contents: Contents, source: str) -> Any:
+    """The config that the metadata of a GGUF file states. Raises ConfigError, which names `source` and the keys."""
+    name = contents.metadata.get("general.architecture")
+    known = {own.name: (own, family) for family in _FAMILIES for own in family.gguf}
+    if not isinstance(name, str) or name not in known:
+        these = ", ".join(known)
+        problem = f"general.architecture: {found(name)}; ling3 reads {these}; use the safetensors files of this model"
+        raise ConfigError(source, [problem])
+    architecture, family = known[name]
+    try:
+        return family.read(
+            {
+                "architectures": [family.architectures[0]],
+                "model_type": family.model_types[0],
+                **architecture.raw(contents),
+            },
+            source,
+        )
+    except ConfigError as error:
+        stated = (problem.partition(":") for problem in error.problems)
+        raise ConfigError(source, [f"{architecture.key_of(field)}:{rest}" for field, _, rest in stated]) from error
+    except ValueError as error:
+        raise ConfigError(source, [str(error)]) from error
+
+
+def gguf_architecture(contents: Contents) -> GgufArchitecture:
+    """The architecture of a GGUF file whose config has been read."""
+    name = contents.metadata["general.architecture"]
+    return next(own for family in _FAMILIES for own in family.gguf if own.name == name)
 
 
 def _class_name(family: Family) -> tuple[str, str]:

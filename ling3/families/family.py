@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ling3.families.gguf import GgufArchitecture
+
 
 def _vary(config: Any, layers: Sequence[int] | None, fields: Mapping[str, Any]) -> Any:
     """The default `Family.vary`, for configs that only describe all layers. Raises ValueError if `layers` is given."""
@@ -58,5 +60,7 @@ class Family:
     """`without_skipped(config)`: the config that `save` writes, as it leaves out the tensors that `load` skips."""
     vary: Callable[[Any, Sequence[int] | None, Mapping[str, Any]], Any] = _vary
     """`vary(config, layers, fields)`: the config with new values of these fields in some layers, or in all for None."""
+    gguf: tuple[GgufArchitecture, ...] = ()
+    """The architectures of GGUF files that are of this family."""
     ablations: Mapping[type, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     """For each module class, the config field that controls each mechanism that `ling3.ablate` can remove."""

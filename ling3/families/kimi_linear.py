@@ -10,6 +10,16 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import transformer
 from ling3.families.config_fields import Only, as_object, check, field, published, read
 from ling3.families.family import Family
+from ling3.families.gguf import (
+    ATTENTION,
+    HYBRID,
+    HYBRID_KEYS,
+    Contents,
+    GgufArchitecture,
+    Keys,
+    latent_fields,
+    schedule,
+)
 from ling3.families.quantization import Quantization
 from ling3.families.transformer import count, size
 from ling3.layers.kda import KDA, KDAConfig
@@ -262,6 +272,26 @@ def published_name(name: str, config: KimiLinearConfig) -> str:
     return transformer.published_name(name, config)
 
 
+def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
+    """The fields of a GGUF file's config that follow from several keys, or from tensors."""
+    fields = latent_fields(keys)
+    full = schedule(keys, fields["num_hidden_layers"])
+    linear = {
+        "kda_layers": [layer for layer, own in enumerate(full, 1) if not own],
+        "full_attn_layers": [layer for layer, own in enumerate(full, 1) if own],
+        "num_heads": keys.get("attention.head_count"),
+        "head_dim": keys.get("kda.head_dim"),
+        "short_conv_kernel_size": keys.get("ssm.conv_kernel", 4),
+    }
+    return {**fields, "linear_attn_config": linear, "tie_word_embeddings": "output.weight" not in contents.tensors}
+
+
+GGUF = GgufArchitecture(
+    "kimi-linear",
+    {**ATTENTION, **HYBRID, "expert_group_count": "num_expert_group", "expert_weights_norm": "moe_renormalize"},
+    _more_fields,
+    unused=HYBRID_KEYS | {"ssm.conv_kernel", "kda.head_dim"},
+)
 FAMILY = Family(
     name="Kimi-Linear",
     architectures=("KimiLinearForCausalLM",),
@@ -270,5 +300,6 @@ FAMILY = Family(
     read=KimiLinearConfig.from_dict,
     init=init,
     published=published_name,
+    gguf=(GGUF,),
     published_shape=lambda name, shape: (1, 1, *shape, 1) if name.endswith(".A_log") else shape,
 )

@@ -8,6 +8,16 @@ import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.family import Family
+from ling3.families.gguf import (
+    ATTENTION,
+    HYBRID,
+    HYBRID_KEYS,
+    Contents,
+    GgufArchitecture,
+    Keys,
+    latent_fields,
+    schedule,
+)
 from ling3.families.ling3_config import ABLATED, ABLATED_TYPE, ARCHITECTURES, MODEL_TYPE, Ling3Config
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.linear import Linear
@@ -145,6 +155,44 @@ def vary(config: Ling3Config, layers: Sequence[int] | None, fields: Mapping[str,
     return dataclasses.replace(config, layer_overrides=overrides)
 
 
+def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
+    """The fields of a GGUF file's config that follow from several keys, or from tensors."""
+    fields = latent_fields(keys)
+    full = schedule(keys, fields["num_hidden_layers"])
+    size = 1 + full.index(True) if True in full else len(full) + 1
+    if full != [(layer + 1) % size == 0 for layer in range(len(full))]:
+        raise ValueError(
+            f"attention.head_count_kv: found full attention in the layers {[i for i, own in enumerate(full) if own]}; "
+            f"expected the last of each group of {size}, and no others"
+        )
+    return {
+        **fields,
+        "kda_safe_gate": keys.get("kda.safe_gate", True),
+        "layer_group_size": size,
+        "num_nextn_predict_layers": keys.get("nextn_predict_layers", 0),
+        "tie_word_embeddings": "output.weight" not in contents.tensors,
+    }
+
+
+_KEYS = {
+    **ATTENTION,
+    **HYBRID,
+    "attention.q_lora_rank": "q_lora_rank",
+    "ssm.conv_kernel": "short_conv_kernel_size",
+    "kda.head_dim": "head_dim",
+    "kda.safe_gate": "kda_safe_gate",
+    "kda.gate_lower_bound": "kda_lower_bound",
+    "expert_group_count": "n_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "swiglu_clamp_exp": "expert_swiglu_limit_list",
+    "swiglu_clamp_shexp": "share_expert_swiglu_limit_list",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+GGUF = tuple(
+    GgufArchitecture(name, _KEYS, _more_fields, unused=HYBRID_KEYS) for name in ("bailingmoe3", "bailing-hybrid")
+)
+
 ABLATIONS: dict[type, dict[str, str]] = {
     DecoderLayer: {"attention": "attention"},
     KDA: {
@@ -169,5 +217,6 @@ FAMILY = Family(
     skips=is_mtp,
     without_skipped=lambda config: dataclasses.replace(config, num_nextn_predict_layers=0),
     vary=vary,
+    gguf=GGUF,
     ablations=ABLATIONS,
 )

@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field
+from ling3.families.gguf import GROUPED, GgufArchitecture, transformer_fields
 from ling3.families.transformer import TransformerConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
@@ -34,4 +35,5 @@ def init(config: LlamaConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-FAMILY = family("Llama", LlamaConfig, init)
+GGUF = GgufArchitecture("llama", GROUPED, transformer_fields, paired=True)
+FAMILY = family("Llama", LlamaConfig, init, GGUF)

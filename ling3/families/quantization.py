@@ -58,8 +58,8 @@ class Quantization:
     """A parsed `quantization_config`. `source` is its JSON text, which `save` writes again."""
 
     source: str
-    method: Literal["fp8", "compressed-tensors", "headers"]
-    """The `quant_method`; `headers` if the files' headers give the formats (`checkpoint/stored_formats.py`)."""
+    method: Literal["fp8", "compressed-tensors", "gguf", "headers"]
+    """The `quant_method`; `headers` once the files' headers have given the formats (`checkpoint/stored_formats.py`)."""
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
     """Modules that are not quantized, even if a target names them."""
@@ -79,6 +79,7 @@ class Quantization:
         ] = {
             "fp8": _fp8,
             "compressed-tensors": _compressed_tensors,
+            "gguf": lambda raw: ((), (), list(_only(raw, {}, ("quant_method",)))),
         }
         method = raw.get("quant_method")
         if not isinstance(method, str) or method not in readers:
@@ -264,7 +265,7 @@ def quantized(
         schemes = {quantization.scheme(module, "Embedding" if embeds else "Linear") for module in modules}
         if schemes == {None}:
             return linear
-        if embeds:
+        if embeds and not all(scheme is not None and scheme.kind.EMBEDS for scheme in schemes):
             problems.append(f"{modules[0]}: found a quantized embedding; expected it in floats; ignore it")
         elif len(schemes) > 1:
             problems.append(f"{modules[0]} and its neighbours: found several schemes; expected one for these experts")

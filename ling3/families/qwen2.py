@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
+from ling3.families.gguf import GROUPED, GgufArchitecture, transformer_fields
 from ling3.families.transformer import WindowedConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
@@ -28,4 +29,5 @@ def init(config: Qwen2Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-FAMILY = family("Qwen2", Qwen2Config, init)
+GGUF = GgufArchitecture("qwen2", GROUPED, transformer_fields)
+FAMILY = family("Qwen2", Qwen2Config, init, GGUF)

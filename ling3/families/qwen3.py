@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import Only, field
+from ling3.families.gguf import GROUPED, GgufArchitecture, transformer_fields
 from ling3.families.transformer import ONLY, WindowedConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
@@ -45,4 +46,5 @@ def init(config: Qwen3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-FAMILY = family("Qwen3", Qwen3Config, init)
+GGUF = GgufArchitecture("qwen3", GROUPED, transformer_fields)
+FAMILY = family("Qwen3", Qwen3Config, init, GGUF)

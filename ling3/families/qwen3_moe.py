@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field, found, too_large
+from ling3.families.gguf import EXPERTS, GROUPED, Contents, GgufArchitecture, Keys, check_router, transformer_fields
 from ling3.families.qwen3 import Qwen3Fields
 from ling3.families.transformer import build, count, dense_mlp, family, size
 from ling3.layers.moe import MoE, MoEConfig
@@ -69,4 +71,12 @@ def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
     return build(config, lambda i, own: config.mixer(i, key=own, dtype=dtype), feed_forward, key=key, dtype=dtype)
 
 
-FAMILY = family("Qwen3-MoE", Qwen3MoeConfig, init)
+def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
+    """The fields of a GGUF file's config that follow from tensors; `norm_topk_prob` is true, and has no key."""
+    check_router(keys, "softmax")
+    dense = [layer for layer in range(keys.get("block_count", 0)) if f"blk.{layer}.ffn_gate.weight" in contents.tensors]
+    return {**transformer_fields(contents, keys), "norm_topk_prob": True, "mlp_only_layers": dense}
+
+
+GGUF = GgufArchitecture("qwen3moe", {**GROUPED, **EXPERTS}, _more_fields, unused=frozenset(("expert_gating_func",)))
+FAMILY = family("Qwen3-MoE", Qwen3MoeConfig, init, GGUF)

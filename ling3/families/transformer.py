@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import Only, check, field, published, read, too_large
 from ling3.families.family import Family
+from ling3.families.gguf import GgufArchitecture
 from ling3.families.quantization import Quantization
 from ling3.families.rope_scaling import RopeScaling, read_scaling
 from ling3.layers.gqa import GQAConfig
@@ -185,7 +186,9 @@ def tied_copy(name: str, config: Any) -> str | None:
     return "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
 
 
-def family(name: str, config: type[TransformerConfig], init: Callable[..., CausalLM]) -> Family:
+def family(
+    name: str, config: type[TransformerConfig], init: Callable[..., CausalLM], *gguf: GgufArchitecture
+) -> Family:
     """The record of a family whose config is a `TransformerConfig`; `init(config, *, key, dtype)` builds its tree."""
     return Family(
         name=name,
@@ -196,4 +199,5 @@ def family(name: str, config: type[TransformerConfig], init: Callable[..., Causa
         init=init,
         published=published_name,
         copies=tied_copy,
+        gguf=gguf,
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
 
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import along
@@ -135,9 +135,9 @@ class PackedIntegers(CompressedTensors):
         """W[index], for indices in any shape."""
         return self._numbers(self.weight_packed[index], self.weight_scale[index])
 
-    def in_float32(self) -> "PackedIntegers":
-        """The same matrix, decoded without rounding to the scales' dtype (`wide`)."""
-        return dataclasses.replace(self, wide=True)
+    def in_model(self, dtype: DTypeLike) -> "PackedIntegers":
+        """The same matrix; in a float32 model it is decoded without rounding to the scales' dtype (`wide`)."""
+        return dataclasses.replace(self, wide=True) if dtype == jnp.float32 else self
 
     def cut(self, start: Int32[Array, ""], size: int) -> "PackedIntegers":
         """`size` rows of W from `start` on."""

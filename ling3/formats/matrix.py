@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray, Shaped, UInt8
 
 from ling3.execution import Execution
 from ling3.layers.linear import Linear, Matrix
@@ -27,6 +27,8 @@ class QuantizedMatrix(Matrix, Quantized):
 
     STORED: ClassVar[Mapping[str, tuple[str, ...]]]
     """The safetensors dtypes that each tensor may be stored in, by field: the numbers first, then their scales."""
+    EMBEDS: ClassVar[bool] = False
+    """True if an embedding may have this format."""
     bias: eqx.AbstractVar[Array | None]
 
     @staticmethod
@@ -69,8 +71,9 @@ class QuantizedMatrix(Matrix, Quantized):
         """W[index], for indices in any shape."""
         return self.rows(index).astype(self.dtype)
 
-    def in_float32(self: _Own) -> _Own:
-        """The same matrix as part of a float32 model, where a format may decode without rounding."""
+    def in_model(self: _Own, dtype: DTypeLike) -> _Own:
+        """The same matrix as part of a model in `dtype`, on which it may depend to what its numbers are rounded."""
+        del dtype
         return self
 
     def _with_rows(self: _Own, start: Int32[Array, ""], size: int, *fields: str) -> _Own:
@@ -79,13 +82,13 @@ class QuantizedMatrix(Matrix, Quantized):
         return dataclasses.replace(self, bias=None, **cut)
 
 
-def in_float32(tree: Any) -> Any:
-    """The tree as a float32 model: integers times their scales are not rounded to the scales' dtype."""
+def in_model(tree: Any, dtype: DTypeLike) -> Any:
+    """The tree as a model in `dtype`: in float32, integers times their scales are not rounded to the scales' dtype."""
 
-    def wide(node: Any) -> Any:
-        return node.in_float32() if isinstance(node, QuantizedMatrix) else node
+    def own(node: Any) -> Any:
+        return node.in_model(dtype) if isinstance(node, QuantizedMatrix) else node
 
-    return jax.tree.map(wide, tree, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+    return jax.tree.map(own, tree, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
 
 
 def weights_per_element(tree: Any) -> list[Fraction]:

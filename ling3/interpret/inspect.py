@@ -214,9 +214,9 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
 
 def _stored(directory: pathlib.Path) -> dict[str, str]:
     """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
-    if not any(directory.glob("*.safetensors*")):
+    if not shards.holds_weights(directory):
         return {}
-    return {name: tensor.dtype for name, tensor in shards.open_all(directory).items()}
+    return {name: tensor.block or tensor.dtype for name, tensor in shards.open_all(directory).items()}
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:

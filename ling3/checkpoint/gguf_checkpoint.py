@@ -1,0 +1,203 @@
+"""A GGUF file as the checkpoint directory that it was made from, so that all of ling3 reads it like one.
+
+`directory` writes the small files (`config.json` and the tokenizer's) to a temporary directory, which is removed when
+the process ends. `tensors_of` has the file's tensors under their published names, read where they lie.
+"""
+
+import atexit
+import functools
+import json
+import math
+import pathlib
+import re
+import shutil
+import tempfile
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from ling3 import families
+from ling3.checkpoint.gguf_file import Gguf, open_gguf
+from ling3.checkpoint.gguf_vocabulary import tokenizer_files
+from ling3.checkpoint.names import structure
+from ling3.checkpoint.safetensors_file import StoredTensor, StoredTensors
+from ling3.families.gguf import ROPE_FREQUENCIES
+from ling3.leaves import array_leaves
+
+_OPENED: dict[pathlib.Path, tuple[Gguf, Any]] = {}
+"""The contents and the config of each file whose `directory` has been made, by that directory."""
+
+
+def directory(path: pathlib.Path) -> pathlib.Path:
+    """The directory of a GGUF file's `config.json` and tokenizer files; the same one for an unchanged file.
+
+    `path` may be the first file of a split set. Raises CheckpointError for a damaged file or an unknown type, and
+    ConfigError for metadata that ling3 does not compute with.
+    """
+    status = path.stat()
+    return _directory(path.resolve(), (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Path:
+    gguf = open_gguf(path)
+    config = families.gguf_config(gguf, str(path))
+    files = tokenizer_files(gguf.metadata, str(path))
+    raw = config.to_dict()
+    if any(tensor.block for tensor in gguf.tensors.values()):
+        raw["quantization_config"] = {"quant_method": "gguf"}
+    target = pathlib.Path(tempfile.mkdtemp(prefix="ling3-gguf-")) / path.stem
+    atexit.register(shutil.rmtree, target.parent, ignore_errors=True)
+    for name, content in {"config.json": json.dumps(raw, indent=2).encode(), **files}.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(content)
+    _OPENED[target] = gguf, config
+    return target
+
+
+def tensors_of(directory: pathlib.Path) -> StoredTensors | None:
+    """The tensors of the GGUF file that `directory` was made of, under their published names; None for another one."""
+    if directory not in _OPENED:
+        return None
+    gguf, config = _OPENED[directory]
+    return published_tensors(gguf, config)
+
+
+def named(directory: pathlib.Path) -> pathlib.Path:
+    """How messages name a directory: by the GGUF file that it was made of, if it was."""
+    return _OPENED[directory][0].path if directory in _OPENED else directory
+
+
+def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
+    """A file's tensors under their published names. Unknown ones keep the name that they have there.
+
+    `rope_freqs.weight` is left out, as the config has its scaling.
+    """
+    paths, family = {leaf.path for leaf in array_leaves(structure(config))}, families.family_of(config)
+    paired = families.gguf_architecture(gguf).paired
+    tensors: StoredTensors = {}
+    parts: dict[str, list[str]] = {}
+
+    @functools.lru_cache(maxsize=2)  # a tensor is read in blocks, one after the other
+    def made(published: str) -> Shaped[np.ndarray, "..."]:
+        return _made(gguf, config, parts[published])
+
+    for name, tensor in sorted(gguf.tensors.items()):
+        if name == ROPE_FREQUENCIES:
+            continue
+        path = _path(name, paths)
+        if path is None:
+            tensors[name] = tensor
+            continue
+        published = family.published(path, config)
+        parts.setdefault(published, []).append(name)
+        if "{}" in path:
+            one = tensor._replace(shape=tensor.shape[1:])
+            for expert in range(tensor.shape[0]):
+                own = family.published(path.replace("{}", str(expert)), config)
+                tensors[own] = one._replace(name=own, start=tensor.start + expert * one.nbytes)
+        elif path.endswith((".A_log", ".kv_b_proj.weight")):
+            shape = _made_shape(gguf, parts[published])
+            tensors[published] = StoredTensor(
+                tensor.file, published, "F32", shape, tensor.start, made=functools.partial(made, published)
+            )
+        elif paired and path.endswith(_ROTATED):
+            tensors[published] = tensor._replace(name=published, made=functools.partial(made, published))
+        else:
+            shape = (math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]) if "_conv1d." in path else tensor.shape
+            tensors[published] = tensor._replace(name=published, shape=shape)
+    return tensors
+
+
+_ROTATED = tuple(f".{name}_proj.{field}" for name in ("q", "k") for field in ("weight", "bias"))
+
+
+def _made_shape(gguf: Gguf, names: list[str]) -> tuple[int, ...]:
+    """The shape of the tensor that `_made` makes in float32."""
+    shapes = [gguf.tensors[name].shape for name in names]
+    if len(names) == 1:
+        return (math.prod(shapes[0]),)
+    (heads, latent, nope), (_, value, _) = shapes
+    return heads * (nope + value), latent
+
+
+def _made(gguf: Gguf, config: Any, names: list[str]) -> Shaped[np.ndarray, "..."]:
+    """The published tensor that files have in another arrangement.
+
+    ssm_a              ±exp(A_log), in float32
+    attn_k_b, attn_v_b the two parts of kv_b_proj; the first transposed for each head, as it is used in decoding
+    attn_q, attn_k     with the rows of each head in pairs
+    """
+    if len(names) == 2:
+        keys, values = map(gguf.numbers, names)
+        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, keys.shape[1])
+    [name] = names
+    if ".ssm_a" in name:
+        return np.log(np.abs(gguf.numbers(name))).reshape(-1)
+    heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
+    return in_halves(gguf.tensors[name].array(), heads)
+
+
+def in_halves(stored: Shaped[np.ndarray, "*shape"], heads: int) -> Shaped[np.ndarray, "*shape"]:
+    """The rows of each head in two halves, which RoPE rotates against each other, from rows in pairs."""
+    pairs = stored.reshape(heads, -1, 2, *stored.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)
+
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+OUTSIDE = {
+    "token_embd.weight": "model.word_embeddings.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+"""The paths of arrays outside of layers, by the names in a file."""
+
+LAYER: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("input_layernorm",),
+    "ffn_norm": ("post_attention_layernorm",),
+    **{f"attn_{name}": (f"attention.{name}_proj",) for name in ("q", "k", "v")},
+    **{f"attn_{name}_norm": (f"attention.{name}_norm",) for name in ("q", "k")},
+    "attn_output": ("attention.o_proj", "attention.dense"),
+    **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_exps": (f"mlp.experts.{name}_proj",) for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp": (f"mlp.shared_experts.{name}_proj",) for name in ("gate", "up", "down")},
+    "ffn_gate_inp": ("mlp.gate",),
+    **{f"ssm_conv1d_{name}": (f"attention.{name}_conv1d",) for name in ("q", "k", "v")},
+    "ssm_beta": ("attention.b_proj",),
+    "ssm_f_a": ("attention.f_proj", "attention.f_proj.a_proj"),
+    "ssm_f_b": ("attention.f_proj.b_proj",),
+    "ssm_g_a": ("attention.g_proj", "attention.g_proj.a_proj"),
+    "ssm_g_b": ("attention.g_proj.b_proj",),
+    "ssm_norm": ("attention.o_norm",),
+    "attn_q_a": ("attention.q_a_proj",),
+    "attn_q_a_norm": ("attention.q_a_layernorm",),
+    "attn_q_b": ("attention.q_b_proj",),
+    "attn_kv_a_mqa": ("attention.kv_a_proj_with_mqa",),
+    "attn_kv_a_norm": ("attention.kv_a_layernorm",),
+    **dict.fromkeys(("attn_k_b", "attn_v_b"), ("attention.kv_b_proj",)),
+    "attn_gate": ("attention.g_proj",),
+    # The multi-token-prediction layer, which `load` skips.
+    **{f"nextn.{name}": (name,) for name in ("eh_proj", "enorm", "hnorm")},
+    **dict.fromkeys(("nextn.shared_head_norm", "layer_output_norm"), ("final_layernorm",)),
+}
+"""The modules of a layer, by the names of their tensors in a file; of several, the one that the layer has."""
+
+FIELDS = {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias", "exp_probs_b.bias": "mlp.gate.expert_bias"}
+"""The arrays of a layer that are named as a whole."""
+
+
+def _path(name: str, paths: set[str]) -> str | None:
+    """The path in the module tree of the tensor `name`; `{}` stands for an expert's number. None if it is unknown."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    if (found := _LAYER.fullmatch(name)) is None:
+        return None
+    layer, stored = found.groups()
+    if stored in FIELDS:
+        return f"model.layers.{layer}.{FIELDS[stored]}"
+    module, _, field = stored.rpartition(".")
+    candidates = [f"model.layers.{layer}.{path}.{field}" for path in LAYER.get(module, ())]
+    path = next((path for path in candidates if path in paths), next(iter(candidates), None))
+    return None if path is None else path.replace(".mlp.experts.", ".mlp.experts.{}.")
