@@ -65,15 +65,14 @@ _GROUPS = {
     ),
     Splitting((_LLAMA3,)): ("dbrx", "smaug-bpe", "chatglm-bpe"),
     Splitting((_LLAMA3,), ignore_merges=True): ("glm4", "glm5"),
-    # Qwen publishes the normalizer NFC; llama.cpp leaves it out, which changes the ids of decomposed letters only.
+    # Qwen and Cohere publish the normalizer NFC. llama.cpp leaves it out, which changes the ids of decomposed letters.
     Splitting((_QWEN2,), composes=True): ("qwen2",),
     Splitting((_QWEN2,)): (
         *("deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
     ),
     Splitting((_QWEN35,), composes=True): ("qwen35",),
-    Splitting((_DIGIT, _GPT2)): (
-        *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-    ),
+    Splitting((_DIGIT, _GPT2)): ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"),
+    Splitting((_DIGIT, _GPT2), composes=True): ("command-r",),
     Splitting((_GPT2,)): (
         *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum"),
         *("modern-bert", "exaone4"),

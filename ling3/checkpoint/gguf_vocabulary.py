@@ -8,7 +8,7 @@ free, and no text gives them.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ling3.checkpoint.gguf_splitting import SPLITTINGS, Splitting
@@ -132,9 +132,12 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, bytes
         return {}
     if model not in MODELS:
         raise values.error("model", shown(model), " or ".join(MODELS), "use the original checkpoint's tokenizer")
-    found = {name: values.token_id(name, _count(values)) for name in {*NAMES.values(), *ENDS}}
+    tokens = values.strings("tokens")
+    if not tokens:
+        raise values.error("tokens", "no tokens", "a list of strings")
+    found = {name: values.token_id(name, len(tokens)) for name in (*NAMES.values(), *ENDS)}
     ids = {name: token for name, token in found.items() if token is not None}
-    vocabulary = _vocabulary(values, ids)
+    vocabulary = _vocabulary(values, tokens, set(ids.values()))
     make = _byte_level if model == BYTE_LEVEL else _sentencepiece
     files = {"tokenizer.json": make(values, vocabulary, ids), "tokenizer_config.json": _settings(vocabulary, ids)}
     if generation := _generation(ids):
@@ -156,20 +159,12 @@ def _repair(name: str) -> str:
     return f"write the right {name} into the file with llama.cpp's gguf_new_metadata.py"
 
 
-def _count(values: Metadata) -> int:
-    if not (tokens := values.strings("tokens")):
-        raise values.error("tokens", "no tokens", "a list of strings")
-    return len(tokens)
-
-
-def _vocabulary(values: Metadata, ids: Mapping[str, int]) -> Vocabulary:
-    """The tokens of the file; an unused one that is named by an id counts as a control token."""
-    tokens = values.strings("tokens") or []
+def _vocabulary(values: Metadata, tokens: list[str], named: Collection[int]) -> Vocabulary:
+    """The tokens with their types; an unused one among the `named` ids counts as a control token."""
     types = values.numbers("token_type", (int,), len(tokens))
     for i, kind in enumerate(types):
         if not NORMAL <= kind <= BYTE:
             raise values.error("token_type", f"{shown(kind)} at {i}", f"types from {NORMAL} to {BYTE}")
-    named = set(ids.values())
     types = [CONTROL if kind == UNUSED and i in named else kind for i, kind in enumerate(types)]
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
@@ -354,8 +349,9 @@ def _templates(values: Metadata) -> dict[str, bytes]:
     for key in values.values:
         if key.startswith(f"{TEMPLATE}.") and (template := values.text(key)) is not None:
             name = key.removeprefix(f"{TEMPLATE}.")
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-                raise values.error(TEMPLATE, f"a template named {shown(name)}", "a name of letters, digits, _ and -")
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or (name == "default" and default is not None):
+                expected = "other names, of up to 64 letters, digits, _ and -"
+                raise values.error(TEMPLATE, f"a template named {shown(name)}", expected)
             files[f"additional_chat_templates/{name}.jinja"] = template
     for name, template in files.items():
         if not encodable(template):
