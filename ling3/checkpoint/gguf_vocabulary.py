@@ -50,7 +50,7 @@ class Metadata:
         return CheckpointError(f"{self.source}: {key}: found {found}; expected {expected}; {advice}")
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """The string of that name, such as `model`."""
         return self._typed(name, (str,), "a string")
 
     def flag(self, name: str, missing: bool) -> bool:
@@ -156,7 +156,7 @@ def encodable(text: str) -> bool:
 
 
 def _repair(name: str) -> str:
-    return f"write the right {name} into the file with llama.cpp's gguf_new_metadata.py"
+    return f"write the right {PREFIX}{name} into the file with llama.cpp's gguf_new_metadata.py"
 
 
 def _vocabulary(values: Metadata, tokens: list[str], named: Collection[int]) -> Vocabulary:
@@ -246,11 +246,11 @@ def _replace(pattern: str, content: str) -> dict[str, Any]:
 def _splitting(values: Metadata) -> Splitting:
     name = values.text("pre")
     if name is None or name not in SPLITTINGS:
-        expected = f"how a text is split, which changes the ids: one of {', '.join(sorted(SPLITTINGS))}"
+        found = "none" if name is None else shown(name)
         raise CheckpointError(
-            f"{values.source}: {PREFIX}pre: found {'none' if name is None else shown(name)}; use the original "
-            f"checkpoint's tokenizer, or write the right name into the file with llama.cpp's gguf_new_metadata.py\n"
-            f"expected {expected}"
+            f"{values.source}: {PREFIX}pre: found {found}; expected the name of a known way to split texts, as another "
+            f"way gives other ids; use the original checkpoint's tokenizer, or {_repair('pre')}\n"
+            f"the known names: {', '.join(sorted(SPLITTINGS))}"
         )
     return SPLITTINGS[name]
 

@@ -320,7 +320,7 @@ def test_an_error_names_the_chat_template(template, found):
 def test_the_unknown_splitting_is_refused_with_the_known_ones():
     with pytest.raises(CheckpointError, match="bailingmoe2") as raised:
         tokenizer_files(byte_level(pre="unheard-of"), "model.gguf")
-    assert "llama-bpe" in str(raised.value)
+    assert "llama-bpe" in str(raised.value) and max(SPLITTINGS) in str(raised.value)
 
 
 def as_metadata(name, **values):
