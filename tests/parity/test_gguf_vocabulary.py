@@ -12,7 +12,7 @@ from transformers import AutoTokenizer  # noqa: E402 - after the check for gguf
 import ling3  # noqa: E402
 from ling3.checkpoint.gguf_vocabulary import tokenizer_files  # noqa: E402
 
-NORMAL, CONTROL = 1, 3
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 TEXTS = (
     *CORPUS,
     "I'm IT'S  12345\n\n\tdef f(x): return x_1",
@@ -29,35 +29,73 @@ COMPOSING = ("qwen2", "qwen35")
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request, tmp_path_factory):
     """The name of the splitting, ling3's tokenizer of a file, and transformers'."""
+    return request.param, *both(byte_level_writer(request.param), tmp_path_factory)
+
+
+def both(write, tmp_path_factory):
+    """ling3's tokenizer of a file without weights, and transformers'; `write` returns the writer with its metadata."""
     path, ours = (tmp_path_factory.mktemp(name) for name in ("gguf", "ling3"))
     path /= "model.gguf"
-    write(path, request.param)
+    writer = write(path)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
     metadata = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
     for name, content in tokenizer_files(metadata, path.name).items():
         (ours / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    return request.param, ling3.load_tokenizer(ours), theirs
+    return ling3.load_tokenizer(ours), theirs
 
 
-def write(path, pre):
-    """A file without weights that has the vocabulary of nano's kind, and another splitting."""
-    file = json.loads((directory("byte-level") / "tokenizer.json").read_bytes())
-    added = {token["content"]: token["id"] for token in file["added_tokens"]}
-    vocabulary = file["model"]["vocab"] | added
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+def vocabulary_of(name):
+    """The `tokenizer.json` of one of the cases, its ids by token, and the tokens in the order of their ids."""
+    file = json.loads((directory(name) / "tokenizer.json").read_bytes())
+    ids = file["model"]["vocab"] | {token["content"]: token["id"] for token in file["added_tokens"]}
+    return file, ids, sorted(ids, key=ids.__getitem__)
+
+
+def byte_level_writer(pre):
+    """Writes the vocabulary of nano's kind with another splitting."""
+
+    def write(path):
+        file, ids, tokens = vocabulary_of("byte-level")
+        added = {token["content"] for token in file["added_tokens"]}
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([CONTROL if token in added else NORMAL for token in tokens])
+        writer.add_token_merges([" ".join(merge) for merge in file["model"]["merges"]])
+        writer.add_bos_token_id(ids["<role>"])
+        writer.add_eos_token_id(ids["<|role_end|>"])
+        writer.add_add_bos_token(False)
+        writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+        return writer
+
+    return write
+
+
+def sentencepiece_writer(path):
+    """Writes a vocabulary with scores. As Phi-3's, transformers keeps all spaces at the beginning of its texts."""
+    _, _, tokens = vocabulary_of("sentencepiece")
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 259)]
+    writer = gguf.GGUFWriter(path, "phi3")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    writer.add_token_types([CONTROL if token in added else NORMAL for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in file["model"]["merges"]])
-    writer.add_bos_token_id(vocabulary["<role>"])
-    writer.add_eos_token_id(vocabulary["<|role_end|>"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    writer.add_token_types(types)
+    writer.add_token_scores([-float(place) for place in range(len(tokens))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    return writer
+
+
+def test_sentencepiece_ids_are_those_of_transformers(tmp_path_factory):
+    ours, theirs = both(sentencepiece_writer, tmp_path_factory)
+    for text in (*TEXTS, "  two spaces", "<s>the</s> cat"):
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False), text
+    assert ours.encode("the cat") == theirs.encode("the cat") and ours.encode("the")[0] == 1
 
 
 def test_ids_are_those_of_transformers(pair):
