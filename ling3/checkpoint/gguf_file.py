@@ -11,10 +11,11 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ling3.checkpoint.safetensors_file import CheckpointError, OpenFile, StoredTensor
-from ling3.formats.gguf_blocks import BLOCKS
+from ling3.formats.gguf_blocks import BLOCKS, GgufBlocks
 from ling3.runtime import regular_file
 from ling3.runtime.quoting import printable, shown
 
@@ -68,7 +69,7 @@ class Gguf(NamedTuple):
         stored = tensor.array()
         if not tensor.block:
             return stored.astype(np.float32)
-        return np.asarray(BLOCKS[tensor.block].decoded(stored))
+        return np.asarray(GgufBlocks(jnp.asarray(stored), tensor.block).decoded())
 
 
 def open_gguf(path: pathlib.Path) -> Gguf:
@@ -275,8 +276,8 @@ class _Header:
             )
         block = BLOCKS[QUANTIZED[number]]
         *outer, inner = shape
-        if inner % block.numbers:
+        if inner % block.columns:
             raise CheckpointError(
-                f"{at}: found rows of {inner} numbers in {QUANTIZED[number]}; expected a multiple of {block.numbers}"
+                f"{at}: found rows of {inner} numbers in {QUANTIZED[number]}; expected a multiple of {block.columns}"
             )
-        return QUANTIZED[number], (*outer, inner // block.numbers * block.bytes)
+        return QUANTIZED[number], (*outer, inner // block.columns * block.bytes)

@@ -60,7 +60,7 @@ def load(
     """Loads the model in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
     `revision` is a branch, a tag or a commit of the hub's repository. With `dtype` None, every array keeps the dtype it
-    is stored in. With `jnp.float32` or `jnp.bfloat16`, matrices get that dtype, and what a model keeps in float32
+    is stored in; a model whose embedding is quantized, as in GGUF files, computes in float32. With `jnp.float32` or `jnp.bfloat16`, matrices get that dtype, and what a model keeps in float32
     (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
 
     Quantized weights stay in their format in memory, whatever `dtype` is: it applies to all other weights and to
@@ -110,7 +110,7 @@ def load(
             (leaf, own) for (leaf, _), own in zip(parts, dtypes, strict=True) if leaf.path == EMBEDDING
         ]
         if isinstance(embedding.module, QuantizedMatrix):
-            own = embedding.module.dtype if wanted is None else wanted
+            own = np.dtype(np.float32) if wanted is None else wanted
         tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=own), tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())

@@ -46,10 +46,14 @@ class Loading(Common):
             if not 0 <= seed < 2**32:
                 raise ValueError(f"--weights-seed is {seed}, expected a whole number in [0, 2**32)")
             file = pathlib.Path(path)
-            path = str(file.parent) if file.is_file() else path
+            path = str(file.parent) if _is_config(file) else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
         return ModelSource(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
+
+
+def _is_config(path: pathlib.Path) -> bool:
+    return path.suffix == ".json" and path.is_file()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class ModelSource:
         from ling3.families import read_config
 
         given = pathlib.Path(self.name)
-        return read_config(given if given.is_file() else hub.resolve(self.path, ("config.json",), self.revision))
+        return read_config(given if _is_config(given) else hub.resolve(self.path, ("config.json",), self.revision))
 
     def tokenizer(self) -> "Tokenizer":
         """Loads the tokenizer. Raises FileNotFoundError if there is none."""
