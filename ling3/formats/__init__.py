@@ -8,6 +8,7 @@ activations, even if a checkpoint wants activations in 8 bits: that is closer to
 
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.fp8 import Fp8
+from ling3.formats.gguf_blocks import GgufBlocks
 from ling3.formats.integers import PackedIntegers
 from ling3.formats.matrix import QuantizedMatrix, in_float32, weights_per_element
 from ling3.formats.mxfp4 import Fp4, Mxfp4
@@ -16,6 +17,7 @@ __all__ = [
     "CompressedTensors",
     "Fp4",
     "Fp8",
+    "GgufBlocks",
     "Mxfp4",
     "PackedIntegers",
     "QuantizedMatrix",
