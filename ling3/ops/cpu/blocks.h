@@ -16,32 +16,50 @@
 namespace {
 
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
-typedef uint16_t Pairs __attribute__((vector_size(16)));
+typedef uint8_t Codes __attribute__((vector_size(32)));
+typedef uint16_t CodePairs __attribute__((vector_size(32)));
 
 // Registers of sixteen numbers.
 constexpr int OF_SIXTEEN = 16 / LANES;
 
-INLINE Sixteen sixteen(const uint8_t* at) {
-  Sixteen bytes;
-  std::memcpy(&bytes, at, sizeof bytes);
-  return bytes;
+INLINE Codes codes_at(const uint8_t* at) {
+  Codes codes;
+  std::memcpy(&codes, at, sizeof codes);
+  return codes;
 }
 
 // The bits of each byte, BITS further down and masked; further up if BITS is negative.
 template <int BITS>
-INLINE Sixteen shifted(Sixteen bytes, uint8_t mask) {
-  if constexpr (BITS > 0) bytes = (Sixteen)((Pairs)bytes >> BITS);
-  if constexpr (BITS < 0) bytes = (Sixteen)((Pairs)bytes << -BITS);
+INLINE Codes shifted(Codes bytes, uint8_t mask) {
+  if constexpr (BITS > 0) bytes = (Codes)((CodePairs)bytes >> BITS);
+  if constexpr (BITS < 0) bytes = (Codes)((CodePairs)bytes << -BITS);
   return bytes & mask;
 }
 
-// Signed bytes as floats.
+// The lower four bits of sixteen bytes, then the upper.
+INLINE Codes nibbles_at(const uint8_t* at) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)at);
+  return (Codes)_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1) & 15;
+#else
+  uint8_t both[32];
+  for (int i = 0; i < 16; i++) both[i] = at[i] & 15, both[16 + i] = at[i] >> 4;
+  return codes_at(both);
+#endif
+}
+
+// Sixteen signed bytes as floats.
 INLINE void in_floats(Sixteen codes, Lanes* out) {
 #if defined(__AVX512F__)
   out[0] = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
 #elif defined(__AVX2__)
   out[0] = (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)codes));
   out[1] = (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+#elif defined(__SSE4_1__)
+  out[0] = (Lanes)_mm_cvtepi32_ps(_mm_cvtepi8_epi32((__m128i)codes));
+  out[1] = (Lanes)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 4)));
+  out[2] = (Lanes)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+  out[3] = (Lanes)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 12)));
 #else
   float numbers[16];
   for (int i = 0; i < 16; i++) numbers[i] = float(int8_t(codes[i]));
@@ -49,18 +67,21 @@ INLINE void in_floats(Sixteen codes, Lanes* out) {
 #endif
 }
 
-// Sixteen signed codes times a scale, and plus a minimum.
-INLINE void numbers_of(Sixteen codes, Lanes scale, Lanes* out) {
-  in_floats(codes, out);
-#pragma GCC unroll 4
-  for (int i = 0; i < OF_SIXTEEN; i++) out[i] *= scale;
+INLINE void in_floats(Codes codes, Lanes* out) {
+  Sixteen halves[2];
+  std::memcpy(halves, &codes, sizeof halves);
+  in_floats(halves[0], out);
+  in_floats(halves[1], out + OF_SIXTEEN);
 }
 
-INLINE void numbers_of(Sixteen codes, Lanes scale, Lanes minimum, Lanes* out) {
+// Signed codes times their scale: of all, or of each half.
+INLINE void numbers_of(Codes codes, Lanes first, Lanes second, Lanes* out) {
   in_floats(codes, out);
-#pragma GCC unroll 4
-  for (int i = 0; i < OF_SIXTEEN; i++) out[i] = multiply_add(out[i], scale, minimum);
+#pragma GCC unroll 8
+  for (int i = 0; i < 2 * OF_SIXTEEN; i++) out[i] *= i < OF_SIXTEEN ? first : second;
 }
+
+INLINE void numbers_of(Codes codes, Lanes scale, Lanes* out) { numbers_of(codes, scale, scale, out); }
 
 // A float16.
 INLINE float half(const uint8_t* at) {
@@ -73,18 +94,34 @@ INLINE float half(const uint8_t* at) {
 #endif
 }
 
-INLINE Lanes every_half(const uint8_t* at) {
-#if defined(__AVX512F__)
-  int16_t bits;
-  std::memcpy(&bits, at, sizeof bits);
-  return (Lanes)_mm512_cvtph_ps(_mm256_set1_epi16(bits));
-#elif defined(__F16C__) && defined(__AVX2__)
-  int16_t bits;
-  std::memcpy(&bits, at, sizeof bits);
-  return (Lanes)_mm256_cvtph_ps(_mm_set1_epi16(bits));
+// `x` in all lanes, by way of memory, from where loads spread it at no cost. (The compiler would permute.)
+INLINE Lanes in_memory(float x) {
+  asm("" : "+m"(x));
+  return every(x);
+}
+
+INLINE Lanes every_half(const uint8_t* at) { return in_memory(half(at)); }
+
+// A scale, and the minimum that is added.
+struct Line {
+  float scale, minimum;
+
+  INLINE explicit Line(const uint8_t* at) {
+#if defined(__F16C__)
+    uint32_t both;
+    std::memcpy(&both, at, sizeof both);
+    _mm_storel_pi((__m64*)this, _mm_cvtph_ps(_mm_cvtsi32_si128(both)));
 #else
-  return every(half(at));
+    scale = half(at), minimum = half(at + 2);
 #endif
+    asm("" : "+m"(*this));
+  }
+};
+
+INLINE void lines_of(Codes codes, Lanes scale, Lanes minimum, Lanes* out) {
+  in_floats(codes, out);
+#pragma GCC unroll 8
+  for (int i = 0; i < 2 * OF_SIXTEEN; i++) out[i] = multiply_add(out[i], scale, minimum);
 }
 
 // ---- codes of four bits, two in a byte ----
@@ -92,71 +129,80 @@ INLINE Lanes every_half(const uint8_t* at) {
 // Each has the sixteen numbers that a code stands for.
 struct Unsigned4 {
   static constexpr int8_t LEVELS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  static Sixteen of(Sixteen codes) { return codes; }
+  static Codes of(Codes codes) { return codes; }
 };
 
 struct Signed4 {
   static constexpr int8_t LEVELS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  static Sixteen of(Sixteen codes) { return codes - 8; }
+  static Codes of(Codes codes) { return codes - 8; }
 };
 
 template <class Levels>
-INLINE Sixteen looked_up(Sixteen codes) {
-#if defined(__SSSE3__)
-  return (Sixteen)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)Levels::LEVELS), (__m128i)codes);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-  return (Sixteen)vqtbl1q_u8(vld1q_u8((const uint8_t*)Levels::LEVELS), (uint8x16_t)codes);
+INLINE Codes looked_up(Codes codes) {
+#if defined(__AVX2__)
+  const __m128i levels = _mm_loadu_si128((const __m128i*)Levels::LEVELS);
+  return (Codes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(levels), (__m256i)codes);
 #else
-  Sixteen found;
-  for (int i = 0; i < 16; i++) found[i] = uint8_t(Levels::LEVELS[codes[i]]);
-  return found;
+  Sixteen halves[2];
+  std::memcpy(halves, &codes, sizeof halves);
+  for (Sixteen& half : halves) {
+#if defined(__SSSE3__)
+    half = (Sixteen)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)Levels::LEVELS), (__m128i)half);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    half = (Sixteen)vqtbl1q_u8(vld1q_u8((const uint8_t*)Levels::LEVELS), (uint8x16_t)half);
+#else
+    for (int i = 0; i < 16; i++) half[i] = uint8_t(Levels::LEVELS[half[i]]);
+#endif
+  }
+  std::memcpy(&codes, halves, sizeof codes);
+  return codes;
 #endif
 }
 
 struct Nonlinear4 {
   static constexpr int8_t LEVELS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-  static Sixteen of(Sixteen codes) { return looked_up<Nonlinear4>(codes); }
+  static Codes of(Codes codes) { return looked_up<Nonlinear4>(codes); }
 };
 
 // E2M1, doubled.
 struct Float4 {
   static constexpr int8_t LEVELS[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  static Sixteen of(Sixteen codes) { return looked_up<Float4>(codes); }
+  static Codes of(Codes codes) { return looked_up<Float4>(codes); }
 };
 
-// The numbers of all codes under one scale, and one minimum if there is one.
+// The numbers of all codes under one scale, and with a minimum if there is one.
 template <class Levels, bool MINIMUM>
 struct Numbers {
 #if defined(__AVX512F__)
   Lanes all;
 
   INLINE Numbers(Lanes scale, Lanes minimum) {
-    const Lanes levels = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen_levels()));
+    Lanes levels;
+    in_floats((Sixteen)_mm_loadu_si128((const __m128i*)Levels::LEVELS), &levels);
     all = MINIMUM ? multiply_add(levels, scale, minimum) : levels * scale;
   }
 
-  static __m128i sixteen_levels() { return _mm_loadu_si128((const __m128i*)Levels::LEVELS); }
+  // An index is the lower four bits of a word.
+  INLINE Lanes at(__m512i words) const { return (Lanes)_mm512_permutexvar_ps(words, (__m512)all); }
+
+  INLINE static __m512i words(const uint8_t* at) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 #else
   Lanes scale, minimum;
 
   INLINE Numbers(Lanes scale, Lanes minimum) : scale(scale), minimum(minimum) {}
 
-  INLINE void put(Sixteen codes, Lanes* out) const {
-    MINIMUM ? numbers_of(Levels::of(codes), scale, minimum, out) : numbers_of(Levels::of(codes), scale, out);
+  INLINE void put(Codes codes, Lanes* out) const {
+    MINIMUM ? lines_of(Levels::of(codes), scale, minimum, out) : numbers_of(Levels::of(codes), scale, out);
   }
 #endif
 
-  // Decodes sixteen bytes: the codes in the lower bits by `low`, and those in the upper by `high`.
-  INLINE static void pairs(const uint8_t* at, const Numbers& low, const Numbers& high, Lanes* lows, Lanes* highs) {
+  // Decodes sixteen bytes: all codes in the lower bits, then all in the upper.
+  INLINE void sixteen_pairs(const uint8_t* from, Lanes* out) const {
 #if defined(__AVX512F__)
-    // An index is the lower four bits of a word.
-    const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
-    lows[0] = (Lanes)_mm512_permutexvar_ps(words, (__m512)low.all);
-    highs[0] = (Lanes)_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4), (__m512)high.all);
+    const __m512i both = words(from);
+    out[0] = at(both), out[1] = at(_mm512_srli_epi32(both, 4));
 #else
-    const Sixteen bytes = sixteen(at);
-    low.put(shifted<0>(bytes, 15), lows);
-    high.put(shifted<4>(bytes, 15), highs);
+    put(nibbles_at(from), out);
 #endif
   }
 };
@@ -167,19 +213,17 @@ struct Q4_0 {
 
   template <int>
   INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Numbers<Signed4, false> own(every_half(block), Lanes{});
-    own.pairs(block + 2, own, own, out, out + OF_SIXTEEN);
+    Numbers<Signed4, false>(every_half(block), Lanes{}).sixteen_pairs(block + 2, out);
   }
 };
 
 struct Q4_1 {
   static constexpr int NUMBERS = 32, BYTES = 20, STEPS = 1;
-  using Open = const uint8_t*;
+  using Open = Line;
 
   template <int>
-  INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Numbers<Unsigned4, true> own(every_half(block), every_half(block + 2));
-    own.pairs(block + 4, own, own, out, out + OF_SIXTEEN);
+  INLINE static void step(const uint8_t* block, const Open& open, Lanes* out) {
+    Numbers<Unsigned4, true>(every(open.scale), every(open.minimum)).sixteen_pairs(block + 4, out);
   }
 };
 
@@ -189,8 +233,7 @@ struct IQ4_NL {
 
   template <int>
   INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Numbers<Nonlinear4, false> own(every_half(block), Lanes{});
-    own.pairs(block + 2, own, own, out, out + OF_SIXTEEN);
+    Numbers<Nonlinear4, false>(every_half(block), Lanes{}).sixteen_pairs(block + 2, out);
   }
 };
 
@@ -203,8 +246,8 @@ struct MXFP4 {
     // 2^(exponent - 128), and four times that where it is subnormal, which the processor may take for zero.
     const uint32_t exponent = block[0];
     const bool tiny = exponent < 2;
-    const Numbers<Float4, false> own(every(from_bits((tiny ? exponent + 1 : exponent - 1) << 23)), Lanes{});
-    own.pairs(block + 1, own, own, out, out + OF_SIXTEEN);
+    const Lanes power = in_memory(from_bits((tiny ? exponent + 1 : exponent - 1) << 23));
+    Numbers<Float4, false>(power, Lanes{}).sixteen_pairs(block + 1, out);
     if (tiny) {
       for (int i = 0; i < 2 * OF_SIXTEEN; i++) out[i] *= 0.25f;
     }
@@ -213,18 +256,19 @@ struct MXFP4 {
 
 // ---- codes of five bits, whose upper ones are together ----
 
-// 16 in the bytes whose bit of sixteen is set.
-INLINE Sixteen sixteens(const uint8_t* at) {
-  uint16_t bits;
-  std::memcpy(&bits, at, sizeof bits);
+// The codes of sixteen bytes, and 16 in those whose bit of four bytes is set.
+INLINE Codes fives_at(const uint8_t* fifths, const uint8_t* at) {
+  uint32_t bits;
+  std::memcpy(&bits, fifths, sizeof bits);
 #if defined(__AVX512VL__) && defined(__AVX512BW__)
-  return (Sixteen)_mm_maskz_set1_epi8(bits, 16);
+  return nibbles_at(at) | (Codes)_mm256_maskz_set1_epi8(bits, 16);
 #else
-  const uint64_t both[] = {0x0101010101010101u * (bits & 255), 0x0101010101010101u * (bits >> 8)};
-  const Sixteen masks = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-  Sixteen spread;
-  std::memcpy(&spread, both, sizeof spread);
-  return (Sixteen)((spread & masks) == masks) & 16;
+  uint64_t eights[4];
+  for (int i = 0; i < 4; i++) eights[i] = 0x0101010101010101u * (bits >> 8 * i & 255);
+  uint8_t bit[32];
+  for (int i = 0; i < 32; i++) bit[i] = 1 << i % 8;
+  const Codes mask = codes_at(bit);
+  return nibbles_at(at) | ((Codes)((codes_at((const uint8_t*)eights) & mask) == mask) & 16);
 #endif
 }
 
@@ -234,23 +278,17 @@ struct Q5_0 {
 
   template <int>
   INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Lanes scale = every_half(block);
-    const Sixteen bytes = sixteen(block + 6);
-    numbers_of((shifted<0>(bytes, 15) | sixteens(block + 2)) - 16, scale, out);
-    numbers_of((shifted<4>(bytes, 15) | sixteens(block + 4)) - 16, scale, out + OF_SIXTEEN);
+    numbers_of(fives_at(block + 2, block + 6) - 16, every_half(block), out);
   }
 };
 
 struct Q5_1 {
   static constexpr int NUMBERS = 32, BYTES = 24, STEPS = 1;
-  using Open = const uint8_t*;
+  using Open = Line;
 
   template <int>
-  INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Lanes scale = every_half(block), minimum = every_half(block + 2);
-    const Sixteen bytes = sixteen(block + 8);
-    numbers_of(shifted<0>(bytes, 15) | sixteens(block + 4), scale, minimum, out);
-    numbers_of(shifted<4>(bytes, 15) | sixteens(block + 6), scale, minimum, out + OF_SIXTEEN);
+  INLINE static void step(const uint8_t* block, const Open& open, Lanes* out) {
+    lines_of(fives_at(block + 4, block + 8), every(open.scale), every(open.minimum), out);
   }
 };
 
@@ -262,9 +300,7 @@ struct Q8_0 {
 
   template <int>
   INLINE static void step(const uint8_t* block, const Open&, Lanes* out) {
-    const Lanes scale = every_half(block);
-    numbers_of(sixteen(block + 2), scale, out);
-    numbers_of(sixteen(block + 18), scale, out + OF_SIXTEEN);
+    numbers_of(codes_at(block + 2), every_half(block), out);
   }
 };
 
@@ -275,22 +311,22 @@ struct Units {
   alignas(64) float scales[8], minima[8];
 
   INLINE explicit Units(const uint8_t* block) {
-    uint32_t words[3], codes[4];
+    uint32_t words[3];
     std::memcpy(words, block + 4, sizeof words);
-    codes[0] = words[0] & 0x3f3f3f3f;
-    codes[1] = (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030);
-    codes[2] = words[1] & 0x3f3f3f3f;
-    codes[3] = (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030);
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    const Four codes = {words[0] & 0x3f3f3f3f, (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030),
+                        words[1] & 0x3f3f3f3f, (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030)};
     Lanes all[OF_SIXTEEN];
-    in_floats(sixteen((const uint8_t*)codes), all);
-    const float scale = half(block), minimum = -half(block + 2);
+    in_floats((Sixteen)codes, all);
+    const Lanes scale = every(half(block)), minimum = every(-half(block + 2));
 #if defined(__AVX512F__)
-    all[0] = (Lanes)_mm512_mul_ps((__m512)all[0], _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scale), _mm512_set1_ps(minimum)));
+    all[0] *= (Lanes)_mm512_mask_blend_ps(0xff00, (__m512)scale, (__m512)minimum);
 #else
     for (int i = 0; i < OF_SIXTEEN; i++) all[i] *= i < OF_SIXTEEN / 2 ? scale : minimum;
 #endif
     std::memcpy(scales, all, sizeof scales);
     std::memcpy(minima, (const char*)all + sizeof scales, sizeof minima);
+    asm("" : "+m"(*this));
   }
 };
 
@@ -300,30 +336,29 @@ struct Q4_K {
 
   template <int I>
   INLINE static void step(const uint8_t* block, const Open& units, Lanes* out) {
-    using Own = Numbers<Unsigned4, true>;
-    const Own low(every(units.scales[2 * I]), every(units.minima[2 * I]));
-    const Own high(every(units.scales[2 * I + 1]), every(units.minima[2 * I + 1]));
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      Own::pairs(block + 16 + 32 * I + 16 * i, low, high, out + i * OF_SIXTEEN, out + (2 + i) * OF_SIXTEEN);
-    }
+    const Numbers<Unsigned4, true> low(every(units.scales[2 * I]), every(units.minima[2 * I]));
+    const Numbers<Unsigned4, true> high(every(units.scales[2 * I + 1]), every(units.minima[2 * I + 1]));
+    const uint8_t* at = block + 16 + 32 * I;
+#if defined(__AVX512F__)
+    const __m512i first = low.words(at), second = low.words(at + 16);
+    out[0] = low.at(first), out[1] = low.at(second);
+    out[2] = high.at(_mm512_srli_epi32(first, 4)), out[3] = high.at(_mm512_srli_epi32(second, 4));
+#else
+    low.put(shifted<0>(codes_at(at), 15), out);
+    high.put(shifted<4>(codes_at(at), 15), out + 2 * OF_SIXTEEN);
+#endif
   }
 };
 
 struct Q5_K {
-  static constexpr int NUMBERS = 256, BYTES = 176, STEPS = 4;
+  static constexpr int NUMBERS = 256, BYTES = 176, STEPS = 8;
   using Open = Units;
 
   template <int I>
   INLINE static void step(const uint8_t* block, const Open& units, Lanes* out) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      const Sixteen fifth = sixteen(block + 16 + 16 * i), bytes = sixteen(block + 48 + 32 * I + 16 * i);
-      const Sixteen low = shifted<0>(bytes, 15) | shifted<2 * I - 4>(fifth, 16);
-      const Sixteen high = shifted<4>(bytes, 15) | shifted<2 * I - 3>(fifth, 16);
-      numbers_of(low, every(units.scales[2 * I]), every(units.minima[2 * I]), out + i * OF_SIXTEEN);
-      numbers_of(high, every(units.scales[2 * I + 1]), every(units.minima[2 * I + 1]), out + (2 + i) * OF_SIXTEEN);
-    }
+    const Codes lower = shifted<I % 2 * 4>(codes_at(block + 48 + I / 2 * 32), 15);
+    const Codes codes = lower | shifted<I - 4>(codes_at(block + 16), 16);
+    lines_of(codes, every(units.scales[I]), every(units.minima[I]), out);
   }
 };
 
@@ -334,22 +369,23 @@ struct Q6_K {
     alignas(64) float scales[16];
 
     INLINE explicit Open(const uint8_t* block) {
+      Sixteen codes;
+      std::memcpy(&codes, block + 192, sizeof codes);
       Lanes all[OF_SIXTEEN];
-      numbers_of(sixteen(block + 192), every_half(block + 208), all);
+      in_floats(codes, all);
+      const Lanes scale = every(half(block + 208));
+      for (int i = 0; i < OF_SIXTEEN; i++) all[i] *= scale;
       std::memcpy(scales, all, sizeof scales);
+      asm("" : "+m"(*this));
     }
   };
 
   template <int I>
   INLINE static void step(const uint8_t* block, const Open& open, Lanes* out) {
     constexpr int HALF = I / 4, QUARTER = I % 4;
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      const Sixteen lower = sixteen(block + 64 * HALF + QUARTER % 2 * 32 + 16 * i);
-      const Sixteen upper = sixteen(block + 128 + 32 * HALF + 16 * i);
-      const Sixteen codes = shifted<QUARTER / 2 * 4>(lower, 15) | shifted<2 * QUARTER - 4>(upper, 48);
-      numbers_of(codes - 32, every(open.scales[2 * I + i]), out + i * OF_SIXTEEN);
-    }
+    const Codes lower = shifted<QUARTER / 2 * 4>(codes_at(block + 64 * HALF + QUARTER % 2 * 32), 15);
+    const Codes codes = lower | shifted<2 * QUARTER - 4>(codes_at(block + 128 + 32 * HALF), 48);
+    numbers_of(codes - 32, every(open.scales[2 * I]), every(open.scales[2 * I + 1]), out);
   }
 };
 
@@ -404,6 +440,8 @@ void decode_blocks(const uint8_t* at, int64_t blocks, float* to) {
 template <class T, int R>
 void fused_blocks(const uint8_t* at, int64_t stride, int64_t blocks, const uint8_t* asked, const float* const* x,
                   Lanes (*own)[STRIP]) {
+  // Whether there are registers to hold x's numbers of a step in.
+  constexpr bool HELD = LANES == 16 && R * OF_STEP<T> <= 12;
   Lanes sums[R][STRIP] = {};
   const float* rows[R];
   for (int r = 0; r < R; r++) rows[r] = x[r];
@@ -414,6 +452,14 @@ void fused_blocks(const uint8_t* at, int64_t stride, int64_t blocks, const uint8
     for (int i = 0; i < STRIP * T::BYTES; i += 64) __builtin_prefetch(asked + i, 0, 1);
     asked += STRIP * T::BYTES;
     each_step([&](auto i) ALWAYS {
+      Lanes held[R][OF_STEP<T>];
+      if constexpr (HELD) {
+#pragma GCC unroll 3
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+          for (int k = 0; k < OF_STEP<T>; k++) held[r][k] = kept(load(rows[r] + k * LANES));
+        }
+      }
 #pragma GCC unroll 4
       for (int o = 0; o < STRIP; o++) {
         Lanes numbers[OF_STEP<T>];
@@ -421,7 +467,10 @@ void fused_blocks(const uint8_t* at, int64_t stride, int64_t blocks, const uint8
 #pragma GCC unroll 16
         for (int k = 0; k < OF_STEP<T>; k++) {
 #pragma GCC unroll 3
-          for (int r = 0; r < R; r++) sums[r][o] = multiply_add(numbers[k], load(rows[r] + k * LANES), sums[r][o]);
+          for (int r = 0; r < R; r++) {
+            const Lanes row = HELD ? held[r][k] : load(rows[r] + k * LANES);
+            sums[r][o] = multiply_add(numbers[k], row, sums[r][o]);
+          }
         }
       }
 #pragma GCC unroll 3

@@ -45,8 +45,8 @@ def unsuited(
     """Why the kernels do not run, or None: they are missing, cannot read the matrix, or it has less than `least` bytes.
 
     x must be float32 or bfloat16, and in the matrix's dtype if that is not quantized; a scale must cover 32, 64, 128, …
-    numbers or a full row; a `layout` must be one of `LAYOUTS`. `inner` is the number of columns of W, which may differ from x's: the last of the experts'
-    three stacks is multiplied by the result of the others, not by x.
+    numbers or a full row; a `layout` must be one of `LAYOUTS`. `inner` is the number of columns of W, which may differ
+    from x's: the last of the experts' three stacks is multiplied by the result of the others, not by x.
     """
     if x.dtype not in FLOATS:
         return f"x is {x.dtype}, and the kernel takes float32 and bfloat16"
@@ -103,9 +103,9 @@ def expert_rows(
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros for rows without one.
 
-    No stack may be `unsuited`, and all must have one format; block types may differ. `order` has the rows sorted by expert, rows without one
-    last; expert e has `counts[e]` rows from `starts[e]` on. Sums are in float32; between the two products a row has x's
-    dtype. A row's result is bitwise independent of the other rows.
+    No stack may be `unsuited`, and all must have one format; block types may differ. `order` has the rows sorted by
+    expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on. Sums are in float32; between the
+    two products a row has x's dtype. A row's result is bitwise independent of the other rows.
     """
     name = native.target(SOURCE, "experts", _macro(*gate[1:]))
     (tokens, hidden), rows, intermediate = x.shape, order.shape[0], gate[0].shape[1]
