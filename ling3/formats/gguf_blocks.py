@@ -158,15 +158,14 @@ def q4_k(block: UInt8[Array, "*batch 144"]) -> Float32[Array, "*batch 256"]:
 
 def q5_k(block: UInt8[Array, "*batch 176"]) -> Float32[Array, "*batch 256"]:
     """Decodes scale · code - minimum; bit u of byte i is the fifth bit of code i of unit u."""
-    fifth = block[..., None, 16:48] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1
+    fifth = jnp.stack([block[..., 16:48] >> unit & 1 for unit in range(8)], axis=-2)
     return _in_units(block, _halves(block[..., 48:], 32) | fifth << 4)
 
 
 def q6_k(block: UInt8[Array, "*batch 210"]) -> Float32[Array, "*batch 256"]:
     """Decodes scale · (code - 32); each 16 columns have a scale of eight bits."""
-    upper = (
-        block[..., 128:192].reshape(*block.shape[:-1], 2, 1, 32) >> jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None] & 3
-    )
+    pairs = block[..., 128:192].reshape(*block.shape[:-1], 2, 32)
+    upper = jnp.stack([pairs >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
     lower = _halves(block[..., :128], 64).reshape(*block.shape[:-1], 2, 4, 32)
     codes = _floats(lower | upper << 4).reshape(*block.shape[:-1], 16, 16) - 32
     scales = _half(block, 208) * _floats(lax.bitcast_convert_type(block[..., 192:208], jnp.int8))
@@ -225,7 +224,7 @@ def _halves(packed: UInt8[Array, "*batch bytes"], size: int) -> UInt8[Array, "*b
 
 def _bits(packed: UInt8[Array, "*batch bytes"]) -> UInt8[Array, "*batch 8*bytes"]:
     """The bits of bytes, the lowest first."""
-    return (packed[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(*packed.shape[:-1], -1)
+    return jnp.stack([packed >> i & 1 for i in range(8)], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _in_units(block: UInt8[Array, "*batch bytes"], codes: UInt8[Array, "*batch 8 32"]) -> Float32[Array, "*batch 256"]:
