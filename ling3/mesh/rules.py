@@ -292,6 +292,11 @@ def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
     if axis < 0:  # a stack is sharded by matrices
         return share
     if (step := matrix.steps(leaf.field)[axis]) is None:
+        if leaf.field == next(iter(matrix.STORED)) and (parts := len(set(share.spans))) > 1:
+            raise MeshError(
+                f"{leaf.path}: {parts} devices would have {share.width} columns each of {size}, and a row's blocks are "
+                f"stored together; leave {matrix.axes[share.axis]} whole in Rules"
+            )
         return WHOLE
     spans = [(first // step, -(-end // step)) for first, end in share.spans]
     whole = all(edge % step == 0 or edge == size for span in share.spans for edge in span)

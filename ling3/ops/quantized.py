@@ -41,6 +41,11 @@ class Quantized(ABC):
     def arrays(self) -> tuple[Shaped[Array, "*stack outer stored"], Shaped[Array, "*stack scales groups"]]:
         """The stored numbers and their scales, as the CPU kernels read them."""
 
+    @property
+    def layout(self) -> str:
+        """The name of the block type if scales and numbers are stored together in ggml's blocks, else empty."""
+        return ""
+
     @abstractmethod
     def decoded(self) -> Float32[Array, "*stack outer inner"]:
         """Decodes the matrix, or all of a stack, to float32."""

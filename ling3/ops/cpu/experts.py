@@ -29,18 +29,21 @@ def unsuited(
     """
     arrays = [arrays_of(stack) for stack in stacks]
     formats = {
-        (numbers.dtype, scale is not None and scale.dtype, getattr(stack, "bits", 0))
-        for stack, (numbers, scale) in zip(stacks, arrays, strict=True)
+        (numbers.dtype, scale is not None and scale.dtype, getattr(stack, "bits", 0), bool(layout))
+        for stack, (numbers, scale, layout) in zip(stacks, arrays, strict=True)
     }
     if len(formats) > 1:
         return "the stacks are of several formats"
-    (gate, scale), *_ = arrays
+    (gate, scale, _), *_ = arrays
     if scale is None:
         if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
             return "an expert has more than one row in bfloat16 on average, for which XLA is faster"
         return products.unsuited(x, gate, None, gate.shape[-1], products.LEAST["experts"])
     least = products.LEAST["quantized"]
-    reasons = (products.unsuited(x, *own, w.shape[-1], least) for w, own in zip(stacks, arrays, strict=True))
+    reasons = (
+        products.unsuited(x, numbers, scale, w.shape[-1], least, layout)
+        for w, (numbers, scale, layout) in zip(stacks, arrays, strict=True)
+    )
     return next(filter(None, reasons), None)
 
 

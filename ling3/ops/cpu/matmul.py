@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32
 
 from ling3.ops import matmul
 from ling3.ops.cpu import products
@@ -29,9 +29,9 @@ def unsuited(
         return f"sums are {sums}, and the kernel's float32"
     if weight.ndim != 2:
         return "the kernel takes one matrix, and not a stack"
-    numbers, scale = arrays_of(weight)
+    numbers, scale, layout = arrays_of(weight)
     least = products.LEAST["dense" if scale is None else "quantized"]
-    return products.unsuited(x, numbers, scale, weight.shape[-1], least)
+    return products.unsuited(x, numbers, scale, weight.shape[-1], least, layout)
 
 
 def product(
@@ -121,6 +121,6 @@ def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
 _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
 
 
-def arrays_of(matrix: Float[Array, "..."] | Quantized) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None]:
-    """A matrix's stored numbers and its scales, as the kernels take them; for an array, itself and None."""
-    return matrix.arrays if isinstance(matrix, Quantized) else (matrix, None)
+def arrays_of(matrix: Float[Array, "..."] | Quantized) -> products.Arrays:
+    """A matrix's stored numbers, its scales and its layout, as the kernels take them; an array has no scales."""
+    return (*matrix.arrays, matrix.layout) if isinstance(matrix, Quantized) else (matrix, None, "")

@@ -1,16 +1,29 @@
-// x Wᵀ and the experts' feed-forward with matrices in floats, for `products.py`, and with QUANTIZED defined those in 8
-// and 4 bits, since few need both and compiling takes its time. Each matrix is read in place.
+// x Wᵀ and the experts' feed-forward with matrices in floats, for `products.py`, with QUANTIZED defined those in 8 and 4
+// bits, and with BLOCKS those in ggml's block types, since few need several and compiling takes its time. Each matrix is
+// read in place.
 
+#include <string_view>
+
+#if defined(BLOCKS)
+#include "blocks.h"
+#else
 #include "products.h"
+#endif
 
 namespace {
 
+#if !defined(BLOCKS)
+struct BlockType;
+inline const BlockType* block_type_of(std::string_view) { return nullptr; }
+#endif
+
 // A matrix, or a stack of them, as the arguments of a call have it. E4M3 numbers tell FP8 and bytes MXFP4; words are
-// integers. Numbers in float32 and bfloat16 are what they are, and have no scales.
+// integers. Numbers in float32 and bfloat16 are what they are, and have no scales; blocks hold their scales themselves.
 struct Arrays {
   ffi::AnyBuffer numbers, scales;
   int64_t inner;    // numbers of a row
   ffi::DataType x;  // the type of the rows that it is multiplied by
+  const BlockType* type;
 
   int64_t outer() const { return numbers.dimensions()[numbers.dimensions().size() - 2]; }
 
@@ -22,6 +35,9 @@ struct Arrays {
     own.inner = inner;
     own.bytes = own.stride = shape[last] * int64_t(ffi::ByteWidth(numbers.element_type()));
     own.numbers = static_cast<const uint8_t*>(numbers.untyped_data()) + i * shape[last - 1] * own.bytes;
+#if defined(BLOCKS)
+    return own;
+#endif
     if (is_dense()) return own;
     own.groups = of_scales[last];
     const int64_t units = std::max<int64_t>(1, (is_fp8() ? 128 : inner / own.groups) / UNIT);
@@ -39,6 +55,9 @@ struct Arrays {
   // run(matrix i of the stack, in its format).
   template <class Run>
   void with(int64_t i, Run run) const {
+#if defined(BLOCKS)
+    return with_rows_of<float>(at(i), run);  // the same for rows of both types
+#endif
     x == ffi::BF16 ? with_rows_of<BFloat16>(at(i), run) : with_rows_of<float>(at(i), run);
   }
 
@@ -56,7 +75,11 @@ struct Arrays {
       static_cast<Stored&>(format) = stored;
       run(format);
     };
-#if !defined(QUANTIZED)
+#if defined(BLOCKS)
+    Blocks blocks{};
+    blocks.type = type;
+    as(blocks);
+#elif !defined(QUANTIZED)
     as(Dense<X>{});
 #else
     const ffi::DataType scale = scales.element_type();
@@ -105,9 +128,9 @@ std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffe
 }
 
 ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
-                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> laid) {
+                   std::string_view block, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> laid) {
   const int64_t rows = x.dimensions()[0];
-  const Arrays weight{numbers, scales, x.dimensions()[1], x.element_type()};
+  const Arrays weight{numbers, scales, x.dimensions()[1], x.element_type(), block_type_of(block)};
   const int64_t outer = weight.outer(), inner = weight.inner;
   const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
   std::vector<const float*> from;
@@ -157,14 +180,16 @@ constexpr int64_t PIECE = 96, AT_ONCE = 64;
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
                    ffi::Buffer<ffi::S32> counts, ffi::AnyBuffer gate_numbers, ffi::AnyBuffer gate_scales,
                    ffi::AnyBuffer up_numbers, ffi::AnyBuffer up_scales, ffi::AnyBuffer down_numbers,
-                   ffi::AnyBuffer down_scales, float limit, bool limit_first, ffi::ResultBuffer<ffi::F32> out,
+                   ffi::AnyBuffer down_scales, float limit, bool limit_first, std::string_view gate_block,
+                   std::string_view up_block, std::string_view down_block, ffi::ResultBuffer<ffi::F32> out,
                    ffi::ResultBuffer<ffi::F32> laid, ffi::ResultBuffer<ffi::F32> between) {
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], intermediate = gate_numbers.dimensions()[1];
   const int64_t experts = gate_numbers.dimensions()[0], slots = order.dimensions()[0];
   const int64_t top_k = slots / std::max<int64_t>(tokens, 1);
   const ffi::DataType type = x.element_type();
-  const Arrays gate{gate_numbers, gate_scales, hidden, type}, up{up_numbers, up_scales, hidden, type};
-  const Arrays down{down_numbers, down_scales, intermediate, type};
+  const Arrays gate{gate_numbers, gate_scales, hidden, type, block_type_of(gate_block)};
+  const Arrays up{up_numbers, up_scales, hidden, type, block_type_of(up_block)};
+  const Arrays down{down_numbers, down_scales, intermediate, type, block_type_of(down_block)};
   const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
   const bool narrowed = x.element_type() == ffi::BF16;
   const std::vector<bool> laid_out = lay(pool, gate, x, laid->typed_data());
@@ -234,6 +259,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product,
                                   .Arg<Any>()    // x
                                   .Arg<Any>()    // numbers
                                   .Arg<Any>()    // scales
+                                  .Attr<std::string_view>("block")
                                   .Ret<F32>()    // out
                                   .Ret<F32>());  // x, laid out
 
@@ -252,6 +278,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(experts, Experts,
                                   .Arg<Any>()
                                   .Attr<float>("limit")
                                   .Attr<bool>("limit_first")
+                                  .Attr<std::string_view>("gate_block")
+                                  .Attr<std::string_view>("up_block")
+                                  .Attr<std::string_view>("down_block")
                                   .Ret<F32>()    // out
                                   .Ret<F32>()    // x, laid out
                                   .Ret<F32>());  // between, laid out
