@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32, Integer, PRNGKeyArray, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, Integer, PRNGKeyArray, UInt8
 
 from ling3.formats.matrix import QuantizedMatrix
 from ling3.layers.linear import Linear
@@ -40,9 +40,8 @@ class Block(NamedTuple):
 class GgufBlocks(QuantizedMatrix):
     """A matrix in one of ggml's block types: each row is a sequence of blocks, exactly as in the file."""
 
-    STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "weight": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
-    }
+    STORED: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("U8",)}
+    EMBEDS: ClassVar[bool] = True
     weight: UInt8[Array, "*stack out_features bytes"]
     block: str = eqx.field(static=True)
     """The name of the block type in ggml, a key of `BLOCKS`."""
@@ -65,7 +64,7 @@ class GgufBlocks(QuantizedMatrix):
             blocks = blocks.at[..., place : place + 2].set(stored)
         if not own.scales:
             blocks = blocks.at[..., 0].set(min(254, max(0, 127 + round(float(np.log2(scale))))))
-        narrow = like.dtype != jnp.float32
+        narrow = like.dtype == jnp.bfloat16
         weight = blocks.reshape(*rest, inner // own.columns * own.bytes)
         return GgufBlocks(weight, block, narrow, bias=like.bias, axes=like.axes)
 
@@ -112,9 +111,9 @@ class GgufBlocks(QuantizedMatrix):
         """W[index], for indices in any shape."""
         return self._numbers(self.weight[index])
 
-    def in_float32(self) -> "GgufBlocks":
-        """The same matrix, whose rows are not rounded to bfloat16."""
-        return dataclasses.replace(self, narrow=False)
+    def in_model(self, dtype: DTypeLike) -> "GgufBlocks":
+        """The same matrix; in a bfloat16 model its rows are rounded to bfloat16 (`narrow`)."""
+        return dataclasses.replace(self, narrow=dtype == jnp.bfloat16)
 
     def cut(self, start: Int32[Array, ""], size: int) -> "GgufBlocks":
         """`size` rows of W from `start` on."""
