@@ -115,7 +115,7 @@ _ROTATED = tuple(f".{name}_proj.{field}" for name in ("q", "k") for field in ("w
 
 def _made_shape(gguf: Gguf, names: list[str]) -> tuple[int, ...]:
     """The shape of the tensor that `_made` makes in float32."""
-    shapes = [gguf.tensors[name].shape for name in names]
+    shapes = [gguf.shape(name) for name in names]
     if len(names) == 1:
         return (math.prod(shapes[0]),)
     (heads, latent, nope), (_, value, _) = shapes

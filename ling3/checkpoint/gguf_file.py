@@ -63,6 +63,14 @@ class Gguf(NamedTuple):
     tensors: dict[str, StoredTensor]
     """The tensors by their names in the file. Of a matrix in blocks, the last axis counts bytes."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, in numbers."""
+        tensor = self.tensors[name]
+        if not tensor.block:
+            return tensor.shape
+        own = BLOCKS[tensor.block]
+        return *tensor.shape[:-1], tensor.shape[-1] // own.bytes * own.columns
+
     def numbers(self, name: str) -> np.ndarray:
         """A tensor's numbers in float32; blocks are decoded. Raises CheckpointError if they cannot be read."""
         tensor = self.tensors[name]

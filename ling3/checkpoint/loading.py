@@ -60,8 +60,9 @@ def load(
     """Loads the model in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
     `revision` is a branch, a tag or a commit of the hub's repository. With `dtype` None, every array keeps the dtype it
-    is stored in; a model whose embedding is quantized, as in GGUF files, computes in float32. With `jnp.float32` or `jnp.bfloat16`, matrices get that dtype, and what a model keeps in float32
-    (norms, convolutions, the router, `A_log`, `dt_bias`) is float32.
+    is stored in, and a model whose embedding is quantized (as in GGUF files) computes in float32. With `jnp.float32` or
+    `jnp.bfloat16`, matrices get that dtype, and what a model keeps in float32 (norms, convolutions, the router,
+    `A_log`, `dt_bias`) is float32.
 
     Quantized weights stay in their format in memory, whatever `dtype` is: it applies to all other weights and to
     activations, which are never rounded to 8 bits, though servers of such a checkpoint may do so. Integers times their

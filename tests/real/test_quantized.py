@@ -23,8 +23,9 @@ def nats(model, ids):
 
 
 @pytest.mark.parametrize("to", exhaustively(COST, but=["int4"]))
-def test_it_is_quantized(to, directory, model, tokenizer, new_engine, tmp_path):
-    ling3.quantize(directory, tmp_path / "x", to)
+def test_it_is_quantized(to, file, model, tokenizer, new_engine, tmp_path):
+    ling3.save(ling3.load(file, dequantize=True), tmp_path / "bfloat16")
+    ling3.quantize(tmp_path / "bfloat16", tmp_path / "x", to)
     own, dense = (ling3.load(tmp_path / "x", dtype=jnp.float32, dequantize=it) for it in (False, True))
     ids = tokenizer.encode(PASSAGE)
     row = jnp.asarray([ids[:64]], jnp.int32)

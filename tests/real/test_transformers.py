@@ -1,4 +1,4 @@
-"""SmolLM2 against transformers, on the same directory: ids, chats, logits, greedy answers, perplexity."""
+"""SmolLM2 against transformers, on the same GGUF file: ids, chats, logits, greedy answers, perplexity."""
 
 import math
 
