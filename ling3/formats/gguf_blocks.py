@@ -25,7 +25,7 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The sixteen numbers of MXFP4, doubled; ggml has no negative zero."""
 
 
-class Block(NamedTuple):
+class BlockType(NamedTuple):
     """A block type: how many columns a block has, its size, and how it is decoded and drawn at random."""
 
     columns: int
@@ -66,7 +66,7 @@ class GgufBlocks(QuantizedMatrix):
             blocks = blocks.at[..., 0].set(min(254, max(0, 127 + round(float(np.log2(scale))))))
         narrow = like.dtype == jnp.bfloat16
         weight = blocks.reshape(*rest, inner // own.columns * own.bytes)
-        return GgufBlocks(weight, block, narrow, bias=like.bias, axes=like.axes)
+        return GgufBlocks(weight=weight, block=block, narrow=narrow, bias=like.bias, axes=like.axes)
 
     def encode(self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype) -> NoReturn:
         """Raises TypeError, since ling3 reads these types and does not write them."""
@@ -187,17 +187,17 @@ def mxfp4(block: UInt8[Array, "*batch 17"]) -> Float32[Array, "*batch 32"]:
     )
 
 
-BLOCKS: Mapping[str, Block] = {
-    "Q4_0": Block(32, 18, q4_0, 4.64, {0: 1}),
-    "Q4_1": Block(32, 20, q4_1, 4.61, {0: 1, 2: -7.5}),
-    "Q5_0": Block(32, 22, q5_0, 9.25, {0: 1}),
-    "Q5_1": Block(32, 24, q5_1, 9.23, {0: 1, 2: -15.5}),
-    "Q8_0": Block(32, 34, q8_0, 73.9, {0: 1}),
-    "Q4_K": Block(256, 144, q4_k, 258, {0: 1, 2: 7.5}),
-    "Q5_K": Block(256, 176, q5_k, 527, {0: 1, 2: 15.5}),
-    "Q6_K": Block(256, 210, q6_k, 1366, {208: 1}),
-    "IQ4_NL": Block(32, 18, iq4_nl, 67.4, {0: 1}),
-    "MXFP4": Block(32, 17, mxfp4, 2.93, {}),
+BLOCKS: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(32, 18, q4_0, 4.64, {0: 1}),
+    "Q4_1": BlockType(32, 20, q4_1, 4.61, {0: 1, 2: -7.5}),
+    "Q5_0": BlockType(32, 22, q5_0, 9.25, {0: 1}),
+    "Q5_1": BlockType(32, 24, q5_1, 9.23, {0: 1, 2: -15.5}),
+    "Q8_0": BlockType(32, 34, q8_0, 73.9, {0: 1}),
+    "Q4_K": BlockType(256, 144, q4_k, 258, {0: 1, 2: 7.5}),
+    "Q5_K": BlockType(256, 176, q5_k, 527, {0: 1, 2: 15.5}),
+    "Q6_K": BlockType(256, 210, q6_k, 1366, {208: 1}),
+    "IQ4_NL": BlockType(32, 18, iq4_nl, 67.4, {0: 1}),
+    "MXFP4": BlockType(32, 17, mxfp4, 2.93, {}),
 }
 """The block types by their names in ggml."""
 

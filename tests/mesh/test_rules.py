@@ -1,11 +1,13 @@
 """What rules refuse, and what is done with sizes that devices cannot share evenly."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import TOKENS, logits_as_computed, mesh, model, placed, tolerance
 
+from ling3.formats import GgufBlocks
 from ling3.layers.linear import Linear
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place
@@ -77,3 +79,14 @@ def test_everything_else_that_does_not_divide_is_padded():
     np.testing.assert_allclose(
         logits_as_computed(cut, tokens), logits_as_computed(own, tokens), rtol=0, atol=tolerance("tiny")
     )
+
+
+def test_rows_of_ggmls_blocks_are_cut_and_columns_are_not():
+    like = Linear(jnp.zeros((256, 64)), axes=("hidden", "intermediate"))
+    matrix = GgufBlocks.init(like, key=jax.random.key(0), std=1.0, block="Q8_0")
+    (leaf,) = array_leaves(matrix)
+    share, _ = share_of(leaf, {"tensor": 2}, Rules())
+    assert share.spans == ((0, 128), (128, 256)) and share.axis == 0
+    with pytest.raises(MeshError, match=r"2 devices would have 32 columns each of 64.* leave intermediate whole"):
+        share_of(leaf, {"tensor": 2}, Rules(sums=True))
+    assert share_of(leaf, {"tensor": 1}, Rules(sums=True))[0].axis is None

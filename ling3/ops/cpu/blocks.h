@@ -402,7 +402,7 @@ struct BlockType {
 };
 
 struct Blocks : Stored {
-  static constexpr bool HAS_NAN = false, NATURAL = true;
+  static constexpr bool HAS_NAN = false;
   static constexpr int REGISTERS = 1;
   static constexpr int64_t STEP = LANES;
   using Scale = uint8_t;
