@@ -392,7 +392,7 @@ struct Q6_K {
 
 // ---- what `products` needs of a type ----
 
-// The kernels of a type: `decode` writes the numbers of some blocks to every WIDE-th register, and `fused` multiplies the
+// The kernels of a type: `decode` writes the numbers of some blocks to every WIDE-th register; `fused` multiplies the
 // blocks of STRIP rows by one, two or three rows of x, and prefetches from `asked` on.
 struct BlockType {
   std::string_view name;
