@@ -5,7 +5,8 @@
 // at most a minimum is added, so that multiply_add and two operations give the same. x is laid out in natural order.
 //
 // A type has NUMBERS in a block of BYTES, which it decodes in STEPS: `Open` holds the scales of a block, and `step`
-// decodes the numbers of one step to registers, in their order. Scales of any kind need no other form.
+// decodes the numbers of one step to registers, in their order. Scales of any kind need no other form. A new type is a
+// struct here, a line in BLOCK_TYPES, and a name in `products.LAYOUTS`.
 
 #pragma once
 
@@ -391,8 +392,8 @@ struct Q6_K {
 
 // ---- what `products` needs of a type ----
 
-// The kernels of a type: they decode some blocks to every WIDE-th register, and multiply those of STRIP rows by one, two
-// or three rows of x while they ask for bytes further on. Both return to where `products` has the rest.
+// The kernels of a type: `decode` writes the numbers of some blocks to every WIDE-th register; `fused` multiplies the
+// blocks of STRIP rows by one, two or three rows of x, and prefetches from `asked` on.
 struct BlockType {
   std::string_view name;
   int64_t numbers, bytes;
