@@ -15,7 +15,6 @@ import tempfile
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
 
 from ling3 import families
 from ling3.checkpoint.gguf_file import Gguf, open_gguf
@@ -80,7 +79,7 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
     parts: dict[str, list[str]] = {}
 
     @functools.lru_cache(maxsize=2)  # a tensor is read in blocks, one after the other
-    def made(published: str) -> Shaped[np.ndarray, "..."]:
+    def made(published: str) -> np.ndarray:
         return _made(gguf, config, parts[published])
 
     for name, tensor in sorted(gguf.tensors.items()):
@@ -122,7 +121,7 @@ def _made_shape(gguf: Gguf, names: list[str]) -> tuple[int, ...]:
     return heads * (nope + value), latent
 
 
-def _made(gguf: Gguf, config: Any, names: list[str]) -> Shaped[np.ndarray, "..."]:
+def _made(gguf: Gguf, config: Any, names: list[str]) -> np.ndarray:
     """The published tensor that files have in another arrangement.
 
     ssm_a              ±exp(A_log), in float32
@@ -139,7 +138,7 @@ def _made(gguf: Gguf, config: Any, names: list[str]) -> Shaped[np.ndarray, "..."
     return in_halves(gguf.tensors[name].array(), heads)
 
 
-def in_halves(stored: Shaped[np.ndarray, "*shape"], heads: int) -> Shaped[np.ndarray, "*shape"]:
+def in_halves(stored: np.ndarray, heads: int) -> np.ndarray:
     """The rows of each head in two halves, which RoPE rotates against each other, from rows in pairs."""
     pairs = stored.reshape(heads, -1, 2, *stored.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)

@@ -77,7 +77,7 @@ class Gguf(NamedTuple):
         stored = tensor.array()
         if not tensor.block:
             return stored.astype(np.float32)
-        return np.asarray(GgufBlocks(jnp.asarray(stored), tensor.block).decoded())
+        return np.asarray(GgufBlocks(weight=jnp.asarray(stored), block=tensor.block).decoded())
 
 
 def open_gguf(path: pathlib.Path) -> Gguf:

@@ -107,12 +107,7 @@ def load(
         parts, name = stored_parts(tree, source), gguf_checkpoint.named(directory)
         account(name, config, parts, source, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
-        [(embedding, own)] = [
-            (leaf, own) for (leaf, _), own in zip(parts, dtypes, strict=True) if leaf.path == EMBEDDING
-        ]
-        if isinstance(embedding.module, QuantizedMatrix):
-            own = np.dtype(np.float32) if wanted is None else wanted
-        tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=own), tree)
+        tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=_activations(parts, dtypes, wanted)), tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
 
@@ -232,6 +227,14 @@ def _target_dtype(
     if wanted is None:
         return DTYPES[stored]
     return np.dtype(np.float32) if leaf.value.dtype == jnp.float32 else wanted
+
+
+def _activations(parts: Parts, dtypes: list[np.dtype], wanted: np.dtype | None) -> np.dtype:
+    """The dtype of a model's activations: that of its embedding, or `wanted` or float32 if that is quantized."""
+    [(embedding, own)] = [(leaf, own) for (leaf, _), own in zip(parts, dtypes, strict=True) if leaf.path == EMBEDDING]
+    if not isinstance(embedding.module, QuantizedMatrix):
+        return own
+    return np.dtype(np.float32) if wanted is None else wanted
 
 
 def _copies(

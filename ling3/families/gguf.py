@@ -21,7 +21,7 @@ class Contents(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The values by key."""
+        """The values of the metadata by their keys."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class Contents(Protocol):
         ...
 
     def numbers(self, name: str) -> Float32[np.ndarray, "..."]:
-        """The numbers of a tensor."""
+        """The numbers of a tensor, with blocks decoded."""
         ...
 
 

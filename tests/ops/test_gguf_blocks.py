@@ -9,7 +9,7 @@ import pytest
 from block_matrices import drawn
 
 from ling3.execution import PLAIN
-from ling3.formats import GgufBlocks, in_float32, weights_per_element
+from ling3.formats import GgufBlocks, in_model, weights_per_element
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Linear
 
@@ -80,7 +80,8 @@ def test_a_narrow_matrix_rounds_rows_and_not_products():
     like = Linear.init(8, 64, key=jax.random.key(0), dtype=jnp.bfloat16, std=1.0)
     matrix = GgufBlocks.init(like, key=jax.random.key(1), std=0.1, block="Q8_0")
     assert matrix.dtype == matrix.dense().dtype == matrix.row(jnp.asarray(1), PLAIN).dtype == jnp.bfloat16
-    assert in_float32(matrix).dtype == in_float32(matrix).dense().dtype == jnp.float32
+    wide = in_model(matrix, jnp.float32)
+    assert wide.dtype == wide.dense().dtype == jnp.float32
     np.testing.assert_allclose(matrix(jnp.eye(64)), matrix.decoded().T, rtol=1e-6)
 
 
