@@ -3,6 +3,7 @@
 EXCEPTIONS lists the exceptions of layers; `Family.published` and `Family.published_shape` add those of a family.
 """
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
@@ -78,6 +79,13 @@ EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Itera
 
 def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
     """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
+    return _traced(config, jnp.dtype(dtype), family_of(config).init)
+
+
+@functools.lru_cache(maxsize=4)  # reading a file in blocks needs the same tree three times
+def _traced(config: Any, dtype: jnp.dtype, init_of_family: Callable[..., CausalLM]) -> CausalLM:
+    """The structure, which depends on the family's `init` too: a family may be registered again with another one."""
+    del init_of_family
     return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key is traced too
 
 

@@ -27,9 +27,9 @@ def with_stored_formats(config: Any, source: StoredTensors) -> Any:
 
     Raises CheckpointError for FP8 blocks that would span several matrices of a stack.
     """
-    said = config.quantization_config
-    if not family_of(config).formats_in_headers and (said is None or said.method != "gguf"):
+    if not family_of(config).formats_in_headers and not any(tensor.block for tensor in source.values()):
         return config
+    said = config.quantization_config
     plain = in_floats(config)
     stored: dict[str, Scheme | None] = {}
     for leaf, placed in stored_parts(structure(plain), source):
