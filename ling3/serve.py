@@ -350,7 +350,7 @@ class Engine(Front):
         filters: Sequence[Filter] = (),
         **changes: Any,
     ) -> "Engine":
-        """Makes an engine from a checkpoint directory, a hub id or `"nano"`, with the tokenizer of the same commit.
+        """Makes an engine from what `ling3.load` takes, such as a directory, with the tokenizer of the same commit.
 
         `dtype` and `revision` are as in `ling3.load`; the others are the constructor's.
         """

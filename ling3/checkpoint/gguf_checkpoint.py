@@ -12,7 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,20 @@ from ling3 import families
 from ling3.checkpoint.gguf_file import Gguf, open_gguf
 from ling3.checkpoint.gguf_vocabulary import tokenizer_files
 from ling3.checkpoint.names import structure
-from ling3.checkpoint.safetensors_file import StoredTensor, StoredTensors
+from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors
 from ling3.families.gguf import ROPE_FREQUENCIES
 from ling3.leaves import array_leaves
 
-_OPENED: dict[pathlib.Path, tuple[Gguf, Any]] = {}
-"""The contents and the config of each file whose `directory` has been made, by that directory."""
+
+class _Opened(NamedTuple):
+    gguf: Gguf
+    config: Any
+    tokenizer_error: CheckpointError | None
+    """Why the tokenizer cannot be read, if it cannot; the model can be used without it."""
+
+
+_OPENED: dict[pathlib.Path, _Opened] = {}
+"""Each file whose `directory` has been made, by that directory."""
 
 
 def directory(path: pathlib.Path) -> pathlib.Path:
@@ -42,7 +50,11 @@ def directory(path: pathlib.Path) -> pathlib.Path:
 def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Path:
     gguf = open_gguf(path)
     config = families.gguf_config(gguf, str(path))
-    files = tokenizer_files(gguf.metadata, str(path))
+    files, problem = {}, None
+    try:
+        files = tokenizer_files(gguf.metadata, str(path))
+    except CheckpointError as error:
+        problem = error
     raw = config.to_dict()
     if any(tensor.block for tensor in gguf.tensors.values()):
         raw["quantization_config"] = {"quant_method": "gguf"}
@@ -51,21 +63,26 @@ def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Pat
     for name, content in {"config.json": json.dumps(raw, indent=2).encode(), **files}.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(content)
-    _OPENED[target] = gguf, config
+    _OPENED[target] = _Opened(gguf, config, problem)
     return target
 
 
 def tensors_of(directory: pathlib.Path) -> StoredTensors | None:
     """The tensors of the GGUF file that `directory` was made of, under their published names; None for another one."""
-    if directory not in _OPENED:
+    if (opened := _OPENED.get(directory)) is None:
         return None
-    gguf, config = _OPENED[directory]
-    return published_tensors(gguf, config)
+    return published_tensors(opened.gguf, opened.config)
+
+
+def check_tokenizer(directory: pathlib.Path) -> None:
+    """Raises CheckpointError if `directory` was made of a GGUF file whose tokenizer cannot be read."""
+    if (opened := _OPENED.get(directory)) is not None and opened.tokenizer_error is not None:
+        raise opened.tokenizer_error
 
 
 def named(directory: pathlib.Path) -> pathlib.Path:
     """How messages name a directory: by the GGUF file that it was made of, if it was."""
-    return _OPENED[directory][0].path if directory in _OPENED else directory
+    return _OPENED[directory].gguf.path if directory in _OPENED else directory
 
 
 def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:

@@ -59,8 +59,8 @@ class Bench:
     """
 
     model: OptionalModel = None
-    """A checkpoint directory, a hub id, "nano", or a config.json for a model of random weights. With --base-url it only
-    gives the vocabulary that prompts are drawn from; without it, ids are below 256."""
+    """A checkpoint directory, a GGUF file, a hub id, "nano", or a config.json for a model of random weights. With
+    --base-url it only gives the vocabulary that prompts are drawn from; without it, ids are below 256."""
     common: Loading
     devices: Machines
     num_prompts: WholeNumber = None

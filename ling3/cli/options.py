@@ -116,7 +116,7 @@ class Command:
     """The options common to all commands."""
 
     model: Model
-    """A checkpoint directory, a hub id, or "nano" for the checkpoint in the package."""
+    """A checkpoint directory, a GGUF file, a hub id, or "nano" for the checkpoint in the package."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -202,14 +202,21 @@ def thinking(effort: str) -> dict[str, Any]:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
-    """Loads the tokenizer in `path`: a checkpoint directory, a hub id, or `"nano"` for the one in the package.
+    """Loads the tokenizer in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
     `revision` is a branch, a tag or a commit of the hub's repository.
 
     Raises FileNotFoundError if the checkpoint has no tokenizer, TokenizerError for a damaged file, naming file and
-    field, and `hub.resolve`'s errors if there is no checkpoint.
+    field, CheckpointError for a GGUF file whose tokenizer ling3 does not read, and `hub.resolve`'s errors if there is no
+    checkpoint.
     """
-    return Tokenizer(hub.resolve(path, PATTERNS, revision))
+    directory = hub.resolve(path, PATTERNS, revision)
+    if os.fspath(path).endswith(hub.GGUF):
+        # Only a GGUF file pays for this import.
+        from ling3.checkpoint import gguf_checkpoint  # noqa: PLC0415
+
+        gguf_checkpoint.check_tokenizer(directory)
+    return Tokenizer(directory)
 
 
 def _rows(model: Mapping[str, Any]) -> int:

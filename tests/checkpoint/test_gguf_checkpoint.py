@@ -300,6 +300,15 @@ def test_tensors_that_do_not_fit(tensors, message, tmp_path):
     problem("qwen3", tmp_path, message, tensors)
 
 
+def test_a_model_loads_without_a_tokenizer_that_can_be_read(tmp_path):
+    changes = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "nonesuch", "tokenizer.ggml.tokens": ["a", "b"]}
+    more = {"tokenizer.ggml.token_type": [1, 1], "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": 1}
+    path = gguf_files.write_model(tmp_path / "model.gguf", model_of("qwen3"), "qwen3", **changes, **more)
+    assert ling3.load(path).config.eos_token_id == (1,)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.pre: found 'nonesuch'"):
+        ling3.load_tokenizer(path)
+
+
 def test_pairs_become_halves():
     rows = np.arange(12).reshape(12, 1)
     found = gguf_checkpoint.in_halves(rows, 2)
