@@ -207,8 +207,8 @@ def load_tokenizer(path: str | os.PathLike[str], *, revision: str | None = None)
     `revision` is a branch, a tag or a commit of the hub's repository.
 
     Raises FileNotFoundError if the checkpoint has no tokenizer, TokenizerError for a damaged file, naming file and
-    field, CheckpointError for a GGUF file whose tokenizer ling3 does not read, and `hub.resolve`'s errors if there is no
-    checkpoint.
+    field, CheckpointError for a GGUF file whose tokenizer ling3 does not read, and `hub.resolve`'s errors if there is
+    no checkpoint.
     """
     directory = hub.resolve(path, PATTERNS, revision)
     if os.fspath(path).endswith(hub.GGUF):
