@@ -63,8 +63,13 @@ def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Pat
     for name, content in {"config.json": json.dumps(raw, indent=2).encode(), **files}.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(content)
-    _OPENED[target] = _Opened(gguf, config, problem)
+    _OPENED[target] = _Opened(_without_vocabulary(gguf), config, problem)
     return target
+
+
+def _without_vocabulary(gguf: Gguf) -> Gguf:
+    """The same without the tokenizer's metadata, whose files have been written: it would stay in memory."""
+    return gguf._replace(metadata={k: v for k, v in gguf.metadata.items() if not k.startswith("tokenizer.")})
 
 
 def tensors_of(directory: pathlib.Path) -> StoredTensors | None:
@@ -134,8 +139,13 @@ def _made_shape(gguf: Gguf, names: list[str]) -> tuple[int, ...]:
     shapes = [gguf.shape(name) for name in names]
     if len(names) == 1:
         return (math.prod(shapes[0]),)
-    (heads, latent, nope), (_, value, _) = shapes
-    return heads * (nope + value), latent
+    keys, values = shapes
+    if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
+        raise CheckpointError(
+            f"{gguf.path}: tensors {' and '.join(names)}: found {list(keys)} and {list(values)}; expected [heads, "
+            "latent, nope] and [heads, value, latent]"
+        )
+    return keys[0] * (keys[2] + values[1]), keys[1]
 
 
 def _made(gguf: Gguf, config: Any, names: list[str]) -> np.ndarray:

@@ -51,6 +51,8 @@ class GgufArchitecture:
     """Keys that must repeat a field of the config, if they are there, and that field."""
     unused: frozenset[str] = frozenset()
     """Keys that change no result."""
+    lists: frozenset[str] = frozenset()
+    """Keys whose values are lists, with an item for each layer."""
     paired: bool = False
     """True if the rows of q and k alternate between the two halves of a head that RoPE rotates against each other."""
 
@@ -65,6 +67,9 @@ class GgufArchitecture:
         for key, value in keys.items():
             if key not in known and value not in (None, False, 0, "", []):
                 raise ValueError(f"{prefix}{key}: found {shown(value)}; unknown key, which may affect results")
+            kind, name = (list, "a list") if key in self.lists else TEXTS.get(key, (int | float, "a number"))
+            if key in known and not isinstance(value, kind):
+                raise ValueError(f"{prefix}{key}: found {shown(value)}; expected {name}")
         if "token_embd.weight" not in contents.tensors:
             raise ValueError("tensor token_embd.weight: not in this file; expected the embedding; fetch the file again")
         raw = {field: keys[key] for key, field in self.fields.items() if key in keys}
@@ -109,9 +114,9 @@ HYBRID = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 """Those of hybrids of KDA and MLA with experts."""
-HYBRID_KEYS = frozenset(
-    ("attention.key_length", "attention.key_length_mla", "attention.head_count_kv", "expert_gating_func")
-)
+SCHEDULE = "attention.head_count_kv"
+"""The key that says which layers have linear attention, in hybrids."""
+HYBRID_KEYS = frozenset((SCHEDULE, "attention.key_length", "attention.key_length_mla", "expert_gating_func"))
 """The further keys of such hybrids, from which fields follow or whose values are fixed."""
 ROPE_KEYS = frozenset(
     f"rope.{key}"
@@ -121,6 +126,8 @@ ROPE_KEYS = frozenset(
     )
 )
 """The keys that `rope_scaling` reads, and the size of what is rotated."""
+TEXTS = {"rope.scaling.type": (str, "a string")}
+"""The keys whose values are strings, and how messages say so; other values are numbers."""
 UNUSED = frozenset(("attention.value_length",))
 """Keys of any architecture that follow from the shapes of tensors."""
 
@@ -196,9 +203,9 @@ def latent_fields(keys: Keys) -> dict[str, Any]:
 
 def schedule(keys: Keys, layers: int) -> list[bool]:
     """For each of the layers, whether it has full attention: `attention.head_count_kv` is 0 for linear attention."""
-    said = keys.get("attention.head_count_kv")
+    said = keys.get(SCHEDULE)
     if not isinstance(said, list) or len(said) < layers or not all(type(heads) is int for heads in said):
-        raise ValueError(f"attention.head_count_kv: found {shown(said)}; expected a list of a number for each layer")
+        raise ValueError(f"{SCHEDULE}: found {shown(said)}; expected a list of a number for each layer")
     return [heads > 0 for heads in said[:layers]]
 
 
@@ -222,6 +229,9 @@ def _llama3(contents: Contents, keys: Keys) -> dict[str, Any]:
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The ids of the tokens that begin and end a text, and of padding."""
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
+    if wrong := {name: value for name, value in ids.items() if value is not None and type(value) is not int}:
+        name, value = next(iter(wrong.items()))
+        raise ValueError(f"tokenizer.ggml.{name}_token_id: found {shown(value)}; expected the id of a token")
     ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
     named = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
     return {"eos_token_id": ends, **{name: own for name, own in named.items() if own is not None}}

@@ -14,6 +14,7 @@ from ling3.families.gguf import (
     ATTENTION,
     HYBRID,
     HYBRID_KEYS,
+    SCHEDULE,
     Contents,
     GgufArchitecture,
     Keys,
@@ -291,6 +292,7 @@ GGUF = GgufArchitecture(
     {**ATTENTION, **HYBRID, "expert_group_count": "num_expert_group", "expert_weights_norm": "moe_renormalize"},
     _more_fields,
     unused=HYBRID_KEYS | {"ssm.conv_kernel", "kda.head_dim"},
+    lists=frozenset((SCHEDULE,)),
 )
 FAMILY = Family(
     name="Kimi-Linear",

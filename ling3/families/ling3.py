@@ -12,6 +12,7 @@ from ling3.families.gguf import (
     ATTENTION,
     HYBRID,
     HYBRID_KEYS,
+    SCHEDULE,
     Contents,
     GgufArchitecture,
     Keys,
@@ -189,8 +190,10 @@ _KEYS = {
     "swiglu_clamp_shexp": "share_expert_swiglu_limit_list",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
+_LISTS = frozenset((SCHEDULE, "swiglu_clamp_exp", "swiglu_clamp_shexp"))
 GGUF = tuple(
-    GgufArchitecture(name, _KEYS, _more_fields, unused=HYBRID_KEYS) for name in ("bailingmoe3", "bailing-hybrid")
+    GgufArchitecture(name, _KEYS, _more_fields, unused=HYBRID_KEYS, lists=_LISTS)
+    for name in ("bailingmoe3", "bailing-hybrid")
 )
 
 ABLATIONS: dict[type, dict[str, str]] = {

@@ -262,11 +262,15 @@ def problem(path, tmp_path, message, tensors=None, **changes):
         ({"general.architecture": "gemma3"}, r"general.architecture: found 'gemma3'; ling3 reads bailingmoe3"),
         ({"general.architecture": None}, "general.architecture: not in this config"),
         ({"qwen3.embedding_length": None}, "qwen3.embedding_length: not in this config; expected an integer"),
-        ({"qwen3.block_count": "two"}, "qwen3.block_count: found 'two'; expected an integer"),
+        ({"qwen3.block_count": "two"}, "qwen3.block_count: found 'two'; expected a number"),
         ({"qwen3.attention.sliding_window": 12}, "qwen3.attention.sliding_window: found 12; unknown key"),
         ({"qwen3.rope.scaling.type": "longrope"}, "rope.scaling.type: found 'longrope'; expected none, linear or yarn"),
         ({"qwen3.rope.dimension_count": 6}, "rope.dimension_count: found 6; expected 12"),
         ({"qwen3.vocab_size": 65}, "qwen3.vocab_size: found 65; expected 64"),
+        ({"qwen3.attention.head_count_kv": [2, 2]}, r"head_count_kv: found \[2, 2\]; expected a number"),
+        ({"qwen3.rope.scaling.type": 1}, "rope.scaling.type: found 1; expected a string"),
+        ({"qwen3.rope.freq_base": "far"}, "rope.freq_base: found 'far'; expected a number"),
+        ({"tokenizer.ggml.eos_token_id": [1]}, r"tokenizer.ggml.eos_token_id: found \[1\]; expected the id"),
     ],
 )
 def test_metadata_that_cannot_be_read(changes, message, tmp_path):
@@ -279,6 +283,7 @@ def test_metadata_that_cannot_be_read(changes, message, tmp_path):
         ({"expert_gating_func": 1}, "expert_gating_func: found 1; expected 2, the sigmoid"),
         ({"attention.head_count_kv": [1, 0, 0, 1]}, r"found full attention in the layers \[0, 3\]"),
         ({"attention.head_count_kv": [0, 1]}, "attention.head_count_kv: found .*; expected a list of a number"),
+        ({"swiglu_clamp_exp": 1.0}, "swiglu_clamp_exp: found 1.0; expected a list"),
         ({"attention.key_length_mla": None}, "attention.key_length_mla.*: found .*; expected whole numbers"),
     ],
 )
@@ -307,6 +312,12 @@ def test_a_model_loads_without_a_tokenizer_that_can_be_read(tmp_path):
     assert ling3.load(path).config.eos_token_id == (1,)
     with pytest.raises(CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.pre: found 'nonesuch'"):
         ling3.load_tokenizer(path)
+
+
+@pytest.mark.parametrize("shape", [(4, 40), (4, 24, 20)])
+def test_a_kv_b_proj_in_two_parts_that_do_not_fit(shape, tmp_path):
+    message = r"blk.1.attn_k_b.weight and blk.1.attn_v_b.weight: found .* expected \[heads, latent, nope\]"
+    problem("ling3-tiny", tmp_path, message, {"blk.1.attn_k_b.weight": np.zeros(shape, np.float32)})
 
 
 def test_pairs_become_halves():

@@ -18,7 +18,7 @@ from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
-LEAST = {"dense": 2**16, "quantized": 2**18, "experts": 2**24}
+LEAST = {"dense": 2**16, "quantized": 2**13, "experts": 2**24}
 """Bytes below which calling or compiling the kernels costs more than it saves.
 
 Of a float matrix, of a quantized matrix or stack, and of a float stack of experts."""
