@@ -27,11 +27,11 @@ class LlamaCpp:
             raise Absent(f"no build of llama.cpp is named: {INSTALL}")
         self.form = form
         self._programs = source / "build" / "bin"
-        converted, self._file = checkpoint / "llama_cpp-BF16.gguf", checkpoint / f"llama_cpp-{form}.gguf"
+        converted, self.file = checkpoint / "llama_cpp-BF16.gguf", checkpoint / f"llama_cpp-{form}.gguf"
         if not converted.exists():
             self._made(converted, sys.executable, llama_cpp_convert.__file__, source, checkpoint)
-        if not self._file.exists():
-            self._made(self._file, self._programs / "llama-quantize", "--pure", converted, after=(form,))
+        if not self.file.exists():
+            self._made(self.file, self._programs / "llama-quantize", "--pure", converted, after=(form,))
 
     def prefill(self, tokens: int) -> float:
         """Milliseconds of a prompt of so many tokens."""
@@ -46,7 +46,7 @@ class LlamaCpp:
         options = [str(word) for option in sizes.items() for word in option]
         program = self._programs / "llama-batched-bench"
         for _ in range(TRIES):
-            output = _output(program, "-m", self._file, *options, "--output-format", "jsonl")
+            output = _output(program, "-m", self.file, *options, "--output-format", "jsonl")
             for line in output.splitlines():
                 if line.startswith("{"):
                     return json.loads(line)

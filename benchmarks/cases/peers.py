@@ -1,8 +1,9 @@
 """ling3 beside llama.cpp on the same weights, in bfloat16 and in 8 and 4 bits with a scale for 32 numbers.
 
-Ling-3.0-tiny's full width with four layers, and SmolLM2-135M's shapes. ling3 runs in bfloat16 and does not round
-activations; llama.cpp rounds them to 8 bits where weights have 8 or 4. The oracle of ling3 is the same checkpoint
-dequantized to float32. `llama-batched-bench` gives times and no tokens, so llama.cpp's answers are not checked here.
+Ling-3.0-tiny's full width with four layers, and SmolLM2-135M's shapes. In some cases both have one GGUF file, whose
+blocks they keep as they are. ling3's activations are bfloat16, of a GGUF file float32, and it does not round them;
+llama.cpp rounds them to 8 bits where weights have 8 or fewer. The oracle of ling3 is the same checkpoint dequantized to
+float32. `llama-batched-bench` gives times and no tokens, so llama.cpp's answers are not checked here.
 """
 
 import dataclasses
@@ -35,21 +36,24 @@ MODELS = {
 }
 """Configs at full and at toy size, by name."""
 FORMS = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""llama.cpp's format by ling3's."""
+"""llama.cpp's format by ling3's. Other formats are GGUF's types, in which both have the same file."""
 PROMPT, NEW = 64, 33
 """Tokens of a row's prompt for decode, and new tokens: one from the prefill, and 32 decode steps."""
 
 
 class Pair:
-    """ling3 and llama.cpp with the same weights; llama.cpp may be absent."""
+    """ling3 and llama.cpp with the same weights; llama.cpp may be absent, unless it writes the file of both."""
 
     def __init__(self, setting: Setting, name: str, form: str):
         full, toy = MODELS[name]
         self.config = setting.size(full=full, toy=toy)
         source = checkpoint(self.config, setting.scratch)
-        self.directory = source if form == "bfloat16" else quantized(self.config, setting.scratch, form)
-        self.model = ling3.load(self.directory, dtype=jnp.bfloat16)
-        self._peer = functools.partial(LlamaCpp, setting.llama_cpp, source, FORMS[form])
+        self._peer = functools.partial(LlamaCpp, setting.llama_cpp, source, FORMS.get(form, form))
+        if form not in FORMS:
+            self.directory = self.peer.file
+        else:
+            self.directory = source if form == "bfloat16" else quantized(self.config, setting.scratch, form)
+        self.model = ling3.load(self.directory, dtype=jnp.bfloat16 if form in FORMS else None)
 
     @functools.cached_property
     def peer(self) -> LlamaCpp:
@@ -99,7 +103,7 @@ def _decode(setting: Setting, name: str, form: str, rows: int) -> Trial:
 
 def _register(name: str, form: str, one: float) -> None:
     """Registers the cases of one model in one format; `one` is how much faster one row's decode step should be."""
-    group = f"peers/llama.cpp-{name}-{form}"
+    group = f"peers/llama.cpp-{name}-{form.lower()}"
     case(f"{group}-prefill-512", "A prompt of 512 tokens and one new token.", wanted={PEER: 1.0})(
         functools.partial(_prefill, name=name, form=form)
     )
@@ -113,3 +117,5 @@ _register("ling3", "bfloat16", 1.0)
 _register("ling3", "int8", 1.2)
 _register("ling3", "int4", 1.2)
 _register("smollm2-135m", "bfloat16", 1.1)
+for _type in ("Q4_1", "Q8_0", "Q4_K", "Q6_K"):
+    _register("ling3", _type, 1.0)
