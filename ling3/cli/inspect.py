@@ -49,7 +49,7 @@ class Inspect(Command):
     """
 
     model: Model
-    """A checkpoint directory, a config.json, a hub id, "nano" for the checkpoint in the package, or "tiny" or "flash"
+    """A checkpoint directory, a config.json, a GGUF file, a hub id, "nano" for the one in the package, or "tiny" or "flash"
     for the published configurations."""
     common: Common
     kernels: bool = False

@@ -68,6 +68,31 @@ def test_it_is_the_model_that_the_file_was_made_of(name, tmp_path):
     }
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sizes_and_any_schedule_of_a_ling3(seed, tmp_path):
+    draw = np.random.default_rng(seed)
+    groups = int(draw.integers(1, 5))
+    layers = int(draw.integers(1, 10))
+    config = dataclasses.replace(
+        TINY_LIKE,
+        num_hidden_layers=layers,
+        layer_group_size=int(draw.integers(1, 6)),
+        first_k_dense_replace=int(draw.integers(0, layers + 1)),
+        num_attention_heads=int(draw.integers(1, 6)),
+        n_group=groups,
+        topk_group=int(draw.integers(1, groups + 1)),
+        num_experts=int(groups * draw.integers(3, 6)),
+        num_shared_experts=int(draw.integers(1, 3)),
+        q_lora_rank=None if seed % 2 else 24,
+        qk_nope_head_dim=int(draw.integers(1, 5) * 4),
+        v_head_dim=int(draw.integers(1, 5) * 4),
+    )
+    model = ling3.init(config, key=jax.random.key(seed))
+    found = ling3.load(gguf_files.write_model(tmp_path / "model.gguf", model, "bailingmoe3"))
+    assert_same(found, model)
+    assert dataclasses.replace(found.config, pad_token_id=config.pad_token_id) == config
+
+
 def test_a_llama_with_rows_in_pairs_and_scaled_frequencies(tmp_path):
     base = tiny_transformers.open_model("llama")
     scaling = dataclasses.replace(base.config.rope_scaling, original_max_position_embeddings=8192)
