@@ -49,8 +49,8 @@ class Inspect(Command):
     """
 
     model: Model
-    """A checkpoint directory, a config.json, a GGUF file, a hub id, "nano" for the one in the package, or "tiny" or "flash"
-    for the published configurations."""
+    """A checkpoint directory, a config.json, a GGUF file, a hub id, "nano" for the one in the package, or "tiny" or
+    "flash" for the published configurations."""
     common: Common
     kernels: bool = False
     """Show which form of each operator runs here, and why a kernel does not suit; compiles the C++ kernels."""

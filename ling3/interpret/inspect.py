@@ -19,7 +19,8 @@ from rich.text import Text
 from ling3.cache import CacheSpec, pages_of, slots_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import stored_parts, structure
-from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError
+from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
+from ling3.checkpoint.stored_formats import with_stored_formats
 from ling3.engine.settings import EngineSettings
 from ling3.families import read_config
 from ling3.formats import weights_per_element
@@ -195,7 +196,7 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
     Raises ConfigError for a configuration that no registered family reads, and the errors of `hub.resolve` if nothing
     is found.
     """
-    stored: dict[str, str] = {}
+    tensors: StoredTensors = {}
     problem = None
     if not isinstance(source, str | os.PathLike):
         name, config = type(source).__name__, source
@@ -205,18 +206,14 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
         directory = hub.resolve(source, ("config.json",), revision)
         name, config = os.fspath(source), read_config(directory)
         try:
-            stored = _stored(directory)
+            if shards.holds_weights(directory):  # not if only the configuration was fetched
+                tensors = shards.open_all(directory)
+                config = with_stored_formats(config, tensors)
         except CheckpointError as error:
             problem = str(error)
     model = structure(config, dtype)
+    stored = {own: tensor.block or tensor.dtype for own, tensor in tensors.items()}
     return ModelReport(name, model, tuple(_rows(model, stored)), _memory(model, dtype), bool(stored), problem)
-
-
-def _stored(directory: pathlib.Path) -> dict[str, str]:
-    """The dtype of each tensor in the directory; empty without weights, as when only the configuration was fetched."""
-    if not shards.holds_weights(directory):
-        return {}
-    return {name: tensor.block or tensor.dtype for name, tensor in shards.open_all(directory).items()}
 
 
 def _rows(tree: CausalLM, stored: dict[str, str]) -> Iterator[ArrayRow]:

@@ -257,9 +257,17 @@ def test_a_file_that_was_written_again_is_read_again(tmp_path):
 def test_inspect_reads_it(qwen):
     found = inspect.report(qwen)
     assert not found.problem and found.stored
-    assert sum(row.parameters for row in found.arrays) == sum(
-        leaf.value.size for leaf in array_leaves(ling3.load(qwen))
-    )
+    assert [row.parameters for row in found.arrays] == [leaf.value.size for leaf in array_leaves(ling3.load(qwen))]
+
+
+def test_inspect_shows_the_blocks_of_matrices(tmp_path):
+    model = model_of("qwen3")
+    tensors = gguf_files.tensors_of(model)
+    shape = tensors["output.weight"].shape
+    tensors["output.weight"] = "Q8_0", np.zeros(shape[0] * 34, np.uint8), shape
+    path = gguf_files.write(tmp_path / "model.gguf", gguf_files.metadata_of(model.config, "qwen3"), tensors)
+    [row] = [row for row in inspect.report(path).arrays if row.path == "lm_head.weight"]
+    assert (row.dtype, row.shape, row.parameters) == ("Q8_0", (64, 34), 64 * 32)
 
 
 def test_in_float_types_it_is_saved_as_safetensors(qwen, tmp_path):
