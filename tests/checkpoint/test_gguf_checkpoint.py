@@ -263,11 +263,11 @@ def test_inspect_reads_it(qwen):
 def test_inspect_shows_the_blocks_of_matrices(tmp_path):
     model = model_of("qwen3")
     tensors = gguf_files.tensors_of(model)
-    shape = tensors["output.weight"].shape
-    tensors["output.weight"] = "Q8_0", np.zeros(shape[0] * 34, np.uint8), shape
+    shape = tensors["blk.0.ffn_up.weight"].shape
+    tensors["blk.0.ffn_up.weight"] = "Q8_0", np.zeros(shape[0] * 34, np.uint8), shape
     path = gguf_files.write(tmp_path / "model.gguf", gguf_files.metadata_of(model.config, "qwen3"), tensors)
-    [row] = [row for row in inspect.report(path).arrays if row.path == "lm_head.weight"]
-    assert (row.dtype, row.shape, row.parameters) == ("Q8_0", (64, 34), 64 * 32)
+    [row] = [row for row in inspect.report(path).arrays if row.path == "model.layers.0.mlp.up_proj.weight"]
+    assert (row.dtype, row.shape, row.parameters) == ("Q8_0", (24, 34), 24 * 32)
 
 
 def test_in_float_types_it_is_saved_as_safetensors(qwen, tmp_path):
