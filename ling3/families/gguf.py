@@ -96,13 +96,13 @@ ATTENTION = {
 }
 """The fields of every family with attention."""
 GROUPED = {**ATTENTION, "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
-"""Those with grouped-query attention."""
+"""The fields of families with grouped-query attention."""
 EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""Those with experts."""
+"""The fields that experts add."""
 HYBRID = {
     **EXPERTS,
     "attention.kv_lora_rank": "kv_lora_rank",
@@ -113,7 +113,7 @@ HYBRID = {
     "expert_shared_count": "num_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace",
 }
-"""Those of hybrids of KDA and MLA with experts."""
+"""The fields that hybrids of KDA and MLA with experts add to `ATTENTION`."""
 SCHEDULE = "attention.head_count_kv"
 """The key that says which layers have linear attention, in hybrids."""
 HYBRID_KEYS = frozenset((SCHEDULE, "attention.key_length", "attention.key_length_mla", "expert_gating_func"))
