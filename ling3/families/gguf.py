@@ -47,8 +47,6 @@ class GgufArchitecture:
     """The config's field for each key, without the architecture's prefix."""
     more: Callable[[Contents, Keys], Mapping[str, Any]] = lambda contents, keys: {}
     """`more(contents, keys)`: the fields that do not follow from one key. Raises ValueError if they cannot be told."""
-    repeated: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Keys that must repeat a field of the config, if they are there, and that field."""
     unused: frozenset[str] = frozenset()
     """Keys that change no result."""
     lists: frozenset[str] = frozenset()
@@ -63,7 +61,7 @@ class GgufArchitecture:
         """
         prefix, metadata = f"{self.name}.", contents.metadata
         keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        known = {*self.fields, *self.repeated, *self.unused, *ROPE_KEYS, *UNUSED, "vocab_size"}
+        known = {*self.fields, *self.unused, *ROPE_KEYS, *UNUSED, "vocab_size"}
         for key, value in keys.items():
             if key not in known and value not in (None, False, 0, "", []):
                 raise ValueError(f"{prefix}{key}: found {shown(value)}; unknown key, which may affect results")
@@ -75,9 +73,8 @@ class GgufArchitecture:
         raw = {field: keys[key] for key, field in self.fields.items() if key in keys}
         raw |= {"vocab_size": contents.tensors["token_embd.weight"].shape[0], **_token_ids(metadata)}
         raw |= self.more(contents, keys)
-        for key, field in {**self.repeated, "vocab_size": "vocab_size"}.items():
-            if (said := keys.get(key)) not in (None, raw.get(field)):
-                raise ValueError(f"{prefix}{key}: found {shown(said)}; expected {shown(raw.get(field))}, its {field}")
+        if (said := keys.get("vocab_size", rows := raw["vocab_size"])) != rows:
+            raise ValueError(f"{prefix}vocab_size: found {shown(said)}; expected {rows}, the rows of token_embd.weight")
         return raw
 
     def key_of(self, field: str) -> str:
