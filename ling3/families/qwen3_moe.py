@@ -1,6 +1,7 @@
 """Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3's attention, and a mixture of experts with a softmax router."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,7 +75,8 @@ def init(config: Qwen3MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
 def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
     """The fields of a GGUF file's config that follow from tensors; `norm_topk_prob` is true, and has no key."""
     check_router(keys, "softmax")
-    dense = [layer for layer in range(keys.get("block_count", 0)) if f"blk.{layer}.ffn_gate.weight" in contents.tensors]
+    named = (re.fullmatch(r"blk\.(\d+)\.ffn_gate\.weight", name) for name in contents.tensors)
+    dense = sorted(int(found[1]) for found in named if found)
     return {**transformer_fields(contents, keys), "norm_topk_prob": True, "mlp_only_layers": dense}
 
 

@@ -324,6 +324,11 @@ def test_metadata_of_a_hybrid_that_cannot_be_read(changes, message, tmp_path):
     problem("ling3-tiny", tmp_path, message, **{f"bailingmoe3.{key}": value for key, value in changes.items()})
 
 
+def test_a_number_of_layers_that_is_none(tmp_path):
+    message = "qwen3moe.block_count: found 2.5; expected an integer"
+    problem("qwen3-moe", tmp_path, message, **{"qwen3moe.block_count": 2.5})
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
