@@ -93,10 +93,13 @@ def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTens
     if leaf.field != "weight_shape" or not isinstance(leaf.module, QuantizedMatrix):
         return
     shape = leaf.module.shape[-2:]
-    for (_, stored), group in itertools.groupby([source[weight.name] for weight in weights], kind_of):
+    for (_, stored, _), group in itertools.groupby([source[weight.name] for weight in weights], kind_of):
         own = list(group)
         found = np.empty((len(own), 2), DTYPES[stored])
-        read_stack(own, 0, found)
+        if own[0].made is None:
+            read_stack(own, 0, found)
+        else:
+            found[:] = [tensor.array() for tensor in own]
         for i in np.flatnonzero((found != shape).any(axis=1)):
             yield f"{own[i]}: found {found[i].tolist()}; expected {list(shape)}"
 
@@ -139,6 +142,6 @@ def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
     return FLOATS if own in FLOATS else ("I64", "I32") if own == "I32" else (own,)
 
 
-def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str]:
-    """A tensor's file and stored dtype: consecutive tensors that agree in both are read together."""
-    return tensor.file, tensor.dtype
+def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str, bool]:
+    """A tensor's file and dtype, and whether it is stored as it is: tensors in a row of one kind are read together."""
+    return tensor.file, tensor.dtype, tensor.made is None

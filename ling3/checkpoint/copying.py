@@ -49,8 +49,15 @@ class Copy(NamedTuple):
 
     @no_type_check
     def blocks(self) -> Iterator[tuple[int, int, Shaped[np.ndarray, "rows columns"]]]:
-        """The row and the column at which each block begins, and its view of `target`."""
+        """The row and the column at which each block begins, and its view of `target`.
+
+        A tensor that is not stored as it is would be made once for each block; if its numbers are not checked, all of
+        it is one block.
+        """
         rows, columns = self.target.shape
+        if self.tensor.made is not None and self.tensor.dtype not in _EXPONENTS:
+            yield 0, 0, self.target
+            return
         across = min(columns, BLOCK)
         down = max(1, BLOCK // max(1, across))
         for row in range(0, rows, down):

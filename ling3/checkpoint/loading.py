@@ -28,7 +28,7 @@ from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weigh
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
-from ling3.checkpoint.stored_formats import with_stored_formats
+from ling3.checkpoint.stored_formats import as_stored
 from ling3.families.quantization import in_floats
 from ling3.formats import QuantizedMatrix, in_model
 from ling3.layers.linear import Linear, Matrix
@@ -102,7 +102,7 @@ def load(
         source = shards.open_all(directory)
         if _version(directory) != version:
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
-        config = with_stored_formats(config, source)
+        config, source = as_stored(config, source)
         tree = dataclasses.replace(structure(config), origin=Origin(hub.lasting(path), revision))
         parts, name = stored_parts(tree, source), gguf_checkpoint.named(directory)
         account(name, config, parts, source, wanted, mesh)
@@ -268,7 +268,7 @@ def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) 
         return
     for _, group in itertools.groupby(enumerate(weights), lambda item: kind_of(source[item[1].name])):
         numbers, own = zip(*group, strict=True)
-        if own[0].whole is not None:
+        if own[0].whole is not None or source[own[0].name].made is not None:
             for number, weight in zip(numbers, own, strict=True):
                 yield from _rows(weight, source, array[number])
             continue

@@ -18,7 +18,9 @@ from ling3.checkpoint.loading import PATTERNS
 from ling3.checkpoint.names import Weight, stored_parts, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
 from ling3.checkpoint.saving import plan_files, replace, replaced
-from ling3.formats import CompressedTensors, Mxfp4, PackedIntegers, QuantizedMatrix, fp8
+from ling3.families.quantization import quantization_of
+from ling3.families.quantization_methods import Scheme, as_compressed
+from ling3.formats import Mxfp4, PackedIntegers, QuantizedMatrix, fp8
 from ling3.formats.integers import GROUPS
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
@@ -70,9 +72,10 @@ def quantize(
     replaced(target, overwrite, ())
     directory = hub.resolve(source, PATTERNS, revision)
     config = families.read_config(directory)
-    if getattr(config, "quantization_config", None) is not None:
-        method = config.quantization_config.method
-        raise CheckpointError(f"{directory}: is quantized already ({method}); give the checkpoint in floats")
+    if (quantization := quantization_of(config)) is not None:
+        raise CheckpointError(
+            f"{directory}: is quantized already ({quantization.method}); give the checkpoint in floats"
+        )
     fields = {field.name for field in dataclasses.fields(config)}
     if "quantization_config" not in fields or families.family_of(config).formats_in_headers:
         name = families.family_of(config).name
@@ -131,18 +134,9 @@ def _config(to: str, group: int, ignore: list[str]) -> dict[str, Any]:
     if to == "fp8":
         skipped = [name.removeprefix("re:") for name in ignore]
         return {"quant_method": "fp8", **fp8.WRITTEN, "modules_to_not_convert": skipped}
-    kind: type[CompressedTensors] = Mxfp4 if to == "mxfp4" else PackedIntegers
-    options = {} if to == "mxfp4" else {"bits": int(to.removeprefix("int")), "group": group}
-    weights = kind.weights(options) | {"symmetric": True, "strategy": "group", "dynamic": False}
-    only = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": kind.FORMAT,
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-        "ignore": ignore,
-        "config_groups": {"group_0": only | {"format": kind.FORMAT}},
-    }
+    options = {"bits": int(to.removeprefix("int")), "group": group} if to.startswith("int") else {}
+    scheme = Scheme(PackedIntegers if options else Mxfp4, tuple(options.items()))
+    return as_compressed(scheme, ["Linear"], ignore)
 
 
 def _origin(leaf: ArrayLeaf) -> str:

@@ -24,7 +24,7 @@ from ling3.checkpoint.names import Weight, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config
 from ling3.families.ling3_config import ConfigError
-from ling3.formats import GgufBlocks, QuantizedMatrix
+from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
@@ -84,11 +84,9 @@ def save(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
-    if any(isinstance(leaf.module, GgufBlocks) for leaf in array_leaves(model)):
-        raise CheckpointError(
-            f"{path}: the model is in blocks of a GGUF file, which safetensors files do not have; load it with "
-            " dequantize=True to save it"
-        )
+    for leaf in array_leaves(model):
+        if isinstance(leaf.module, QuantizedMatrix) and (why := leaf.module.unsaved) is not None:
+            raise CheckpointError(f"{path}: {leaf.path} {why}; load the model with dequantize=True to save it")
     target = pathlib.Path(path).expanduser().resolve()
     placement = placement_of(model)
     mesh = None if placement is None else placement.mesh

@@ -16,10 +16,11 @@ def is_scale(leaf: ArrayLeaf) -> bool:
 
 def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     """True if scales of 0 in the tensor `name` multiply only zeros, as after pruning."""
-    codes, scale = (field for field in leaf.module.STORED if field != "weight_shape")
-    stored, scales = (source[own].array() for own in (f"{name.rpartition('.')[0]}.{codes}", name))
-    zeros = jnp.asarray((scales.astype(np.float32) == 0).astype(scales.dtype))
-    matrix = eqx.tree_at(
-        lambda own: [getattr(own, codes), getattr(own, scale)], leaf.module, [jnp.asarray(stored), zeros]
-    )
+    module = name.rpartition(".")[0]
+    fields = [field for field in leaf.module.STORED if f"{module}.{field}" in source]
+    stored = {field: source[f"{module}.{field}"].array() for field in fields}
+    scales = stored[leaf.field]
+    stored[leaf.field] = (scales.astype(np.float32) == 0).astype(scales.dtype)
+    arrays = [jnp.asarray(stored[field]) for field in fields]
+    matrix = eqx.tree_at(lambda own: [getattr(own, field) for field in fields], leaf.module, arrays)
     return not bool(jnp.any(matrix.decoded()))

@@ -1,4 +1,7 @@
-"""Finds the quantized matrices of a checkpoint from its files' headers, if no config says them (DeepSeek-V4, GGUF)."""
+"""Finds the quantized matrices of a checkpoint from its files' headers, if no config says them.
+
+That is so for DeepSeek-V4, GGUF, AWQ and GPTQ.
+"""
 
 import dataclasses
 import math
@@ -7,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ling3.checkpoint.names import stored_parts, structure, weights_of
+from ling3.checkpoint.repacking import repacked
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families import family_of
-from ling3.families.quantization import Quantization, Scheme, SchemeGroup, in_floats
+from ling3.families.quantization import Quantization, in_floats, quantization_of
+from ling3.families.quantization_methods import Scheme, SchemeGroup, as_compressed
 from ling3.formats import Fp4, Fp8, GgufBlocks, fp8
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Matrix
@@ -22,11 +27,29 @@ FORMATS: Mapping[str, Scheme] = {
 """The format of a matrix, by the stored dtype of its `weight`, or by its blocks in a GGUF file."""
 
 
-def with_stored_formats(config: Any, source: StoredTensors) -> Any:
-    """The config with each matrix in the format that the headers show; unchanged if it agrees with them already.
+def as_stored(config: Any, source: StoredTensors) -> tuple[Any, StoredTensors]:
+    """The config with each matrix in the format that the headers show, and the tensors as that format has them.
 
-    Raises CheckpointError for FP8 blocks that would span several matrices of a stack.
+    AWQ and GPTQ become integers of compressed-tensors, in the config too. Raises CheckpointError for tensors that these
+    methods do not write, and for FP8 blocks that would span several matrices of a stack.
     """
+    said = quantization_of(config)
+    source = repacked(source, said)
+    if said is None or said.method not in ("awq", "gptq"):
+        return _with_stored_formats(config, source), source
+    [scheme] = {group.scheme for group in said.groups}
+    stored: dict[str, Scheme | None] = {}
+    for leaf, placed in stored_parts(structure(in_floats(config)), source):
+        if isinstance(leaf.module, Matrix) and leaf.field == "weight":
+            modules = [own.name.removesuffix(".weight") for own in placed]
+            stored |= {module: scheme if f"{module}.weight_packed" in source else None for module in modules}
+    targets = [name for group in _groups(stored) for name in group.targets]
+    written = as_compressed(scheme, targets, [])
+    return dataclasses.replace(config, quantization_config=written if targets else None), source
+
+
+def _with_stored_formats(config: Any, source: StoredTensors) -> Any:
+    """The config with each matrix in the format that the headers show; unchanged if it agrees with them already."""
     if not family_of(config).formats_in_headers and not any(tensor.block for tensor in source.values()):
         return config
     said = config.quantization_config

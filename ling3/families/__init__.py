@@ -15,7 +15,7 @@ from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
 from ling3.families.gguf import Contents, GgufArchitecture
-from ling3.families.quantization import Quantization, quantized
+from ling3.families.quantization import Quantization, quantization_of, quantized
 from ling3.layers.scope import with_names
 from ling3.mesh.making import one_by_one
 from ling3.mesh.rules import Rules
@@ -107,7 +107,7 @@ def init(
     """
     check(mesh, rules)
 
-    family, quantization = family_of(config), getattr(config, "quantization_config", None)
+    family, quantization = family_of(config), quantization_of(config)
 
     def build(key: PRNGKeyArray) -> CausalLM:
         model = family.init(config, key=key, dtype=dtype)

@@ -1,56 +1,22 @@
 """`quantization_config`: which matrices of a checkpoint are quantized, and in which format.
 
-Reads the two methods in which Ling-3 and related models are published:
-
-    quant_method  fp8                 E4M3 with blocks of 128 × 128, as in transformers (`FineGrainedFP8Config`)
-    quant_method  compressed-tensors  format pack-quantized: symmetric integers of 4 or 8 bits in groups of 32 or 128,
-                                      or with a scale for each row; and format mxfp4-pack-quantized
-
-Any other setting that would change the results is refused by name. Modules are matched by their published names, as in
+`quantization_methods.py` reads the config of each method. Modules are matched by their published names, as in
 transformers 5.23 (`should_convert_module`) and compressed-tensors 0.20 (`match_name`).
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, no_type_check
+from collections.abc import Callable, Mapping
+from typing import Any, no_type_check
 
 import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
 from ling3.families.config_fields import ConfigError, found
-from ling3.formats import CompressedTensors, Fp4, Fp8, Mxfp4, PackedIntegers, QuantizedMatrix, fp8
+from ling3.families.quantization_methods import METHODS, Scheme, SchemeGroup
 from ling3.layers.linear import Linear, Matrix
-from ling3.runtime.quoting import shown
-
-COMPRESSED: Mapping[str, type[CompressedTensors]] = {kind.FORMAT: kind for kind in (PackedIntegers, Mxfp4)}
-"""The formats of compressed-tensors that ling3 reads, by name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """The format of a matrix, with its options."""
-
-    kind: type[QuantizedMatrix]
-    options: tuple[tuple[str, Any], ...] = ()
-    """Keyword arguments of the format's `init`: for integers their bits and group, for FP8 the kind of scales."""
-
-    def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
-        """A random matrix in this format of about the standard deviation `std`, with the shape and bias of `like`.
-
-        Raises ValueError if its columns do not divide into groups.
-        """
-        return self.kind.init(like, key=key, std=std, **dict(self.options))
-
-
-@dataclasses.dataclass(frozen=True)
-class SchemeGroup:
-    """Modules with one scheme. A target is a class (`Linear`), the exact name of a module, or a regex (`re:…`)."""
-
-    targets: tuple[str, ...]
-    scheme: Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +24,11 @@ class Quantization:
     """A parsed `quantization_config`. `source` is its JSON text, which `save` writes again."""
 
     source: str
-    method: Literal["fp8", "compressed-tensors", "gguf", "headers"]
-    """The `quant_method`; `headers` once the files' headers have given the formats (`checkpoint/stored_formats.py`)."""
+    method: str
+    """The `quant_method`, one of `METHODS`; `headers` once the files' headers have given the formats.
+
+    `checkpoint/stored_formats.py` reads them.
+    """
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
     """Modules that are not quantized, even if a target names them."""
@@ -74,21 +43,14 @@ class Quantization:
             return raw or None
         if not isinstance(raw, Mapping):
             raise TypeError("no JSON object")
-        readers: dict[
-            Any, Callable[[Mapping[str, Any]], tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]]
-        ] = {
-            "fp8": _fp8,
-            "compressed-tensors": _compressed_tensors,
-            "gguf": lambda raw: ((), (), list(_only(raw, {}, ("quant_method",)))),
-        }
         method = raw.get("quant_method")
-        if not isinstance(method, str) or method not in readers:
-            problem = f"quant_method: {found(method)}; expected {' or '.join(readers)}, which is what ling3 reads"
+        if not isinstance(method, str) or method not in METHODS:
+            problem = f"quant_method: {found(method)}; expected {' or '.join(METHODS)}, which is what ling3 reads"
             raise ConfigError("quantization_config", [problem])
-        groups, ignore, problems = readers[method](raw)
+        groups, ignore, problems = METHODS[method](raw)
         if problems:
             raise ConfigError("quantization_config", problems)
-        return Quantization(json.dumps(raw), method, groups, ignore)  # type: ignore[arg-type]
+        return Quantization(json.dumps(raw), method, groups, ignore)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a published `quantization_config` has them."""
@@ -135,106 +97,14 @@ def _names_for_fp8(pattern: str, module: str) -> bool:
     return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None
 
 
-def _strings(raw: Mapping[str, Any], name: str, problems: list[str], at: str = "") -> tuple[str, ...]:
-    """A field's list of module names and regexes; empty for null. Adds to `problems` if it is malformed."""
-    value = raw.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        problems.append(f"{at}{name}: {found(value)}; expected a list of names of modules")
-        return ()
-    for item in value:
-        try:
-            re.compile(item.removeprefix("re:"))
-        except re.error as error:
-            problems.append(f"{at}{name}: found {shown(item)}, which is no pattern ({error}); correct it")
-            return ()
-    return tuple(value)
-
-
-def _only(
-    raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], free: Iterable[str], at: str = ""
-) -> Iterator[str]:
-    """Problems of fields with a value that is not among their `values`, and of set fields not in `values` or `free`."""
-    for name, expected in values.items():
-        if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in expected):
-            these = " or ".join("null" if value is None else shown(value) for value in expected)
-            yield f"{at}{name}: {found(raw.get(name))}; expected {these}; ling3 reads no other: use another checkpoint"
-    for name in raw.keys() - values.keys() - set(free):
-        if raw[name] not in (None, False, {}, []):
-            yield (
-                f"{at}{name}: found {shown(raw[name])}; unknown field, which may affect results: remove it if it "
-                "does not"
-            )
-
-
-def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
-    problems = list(_only(raw, fp8.READABLE, ("quant_method", "modules_to_not_convert", "ignored_layers")))
-    skips = "modules_to_not_convert" if raw.get("modules_to_not_convert") is not None else "ignored_layers"
-    ignore = _strings(raw, skips, problems)
-    if raw.get(skips) is None:
-        ignore = ("lm_head",)  # the default of transformers
-    groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),)))]
-    if raw.get("expert_dtype") == "fp4":
-        groups.insert(0, SchemeGroup(("re:.*experts",), Scheme(Fp4)))
-    return tuple(groups), ignore, problems
-
-
-def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]:
-    values = {
-        "format": (*COMPRESSED, "mixed-precision"),
-        "kv_cache_scheme": (None,),
-        "moe_sparsity_config": (None,),
-        "quantization_status": ("compressed", None),
-        "transform_config": ({}, None),
-    }
-    free = ("config_groups", "global_compression_ratio", "ignore", "quant_method", "sparsity_config", "version")
-    problems = list(_only(raw, values, free))
-    sparsity = raw.get("sparsity_config")
-    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
-        problems.append(
-            f"sparsity_config: {found(sparsity)}; expected the format 'dense', null or {{}}; ling3 reads no sparse "
-            "layout: use another checkpoint"
-        )
-    ignore, groups, listed = _strings(raw, "ignore", problems), [], raw.get("config_groups")
-    if not isinstance(listed, Mapping) or not listed or not all(isinstance(own, Mapping) for own in listed.values()):
-        problems.append(f"config_groups: {found(listed)}; expected an object of groups, each with targets and weights")
-        listed = {}
-    for name, group in listed.items():
-        at = f"config_groups.{name}."
-        own = raw.get("format") if group.get("format") is None else group["format"]
-        scheme = _scheme(group.get("weights"), own, f"{at}weights", problems)
-        problems += _only(group, {"input_activations": (None,), "output_activations": (None,)}, _GROUP, at)
-        groups.append(SchemeGroup(_strings(group, "targets", problems, at), scheme))
-    return tuple(groups), ignore, problems
-
-
-_GROUP = ("format", "targets", "weights")
-
-
-def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
-    """The scheme that the `weights` of a config group describe."""
-    if not isinstance(raw, Mapping):
-        problems.append(f"{at}: {found(raw)}; expected an object with num_bits, type, strategy and group_size")
-        return Scheme(PackedIntegers)
-    kind = COMPRESSED.get(format)
-    if kind is None:
-        problems.append(f"{at.removesuffix('weights')}format: {found(format)}; expected {' or '.join(COMPRESSED)}")
-        return Scheme(PackedIntegers)
-    values = kind.readable(raw) | {
-        "symmetric": (True,),
-        "dynamic": (False, None),
-        "actorder": (None, False, "weight", "static"),  # these change only the order of calibration
-        "block_structure": (None,),
-    }
-    wrong = list(_only(raw, values, ("observer", "observer_kwargs", "zp_dtype"), f"{at}."))
-    problems += wrong
-    return Scheme(kind, () if wrong else tuple(kind.options(raw).items()))
+def quantization_of(config: Any) -> Quantization | None:
+    """The quantization of a config of any family; None if it has none, or its family knows of none."""
+    return getattr(config, "quantization_config", None)
 
 
 def in_floats(config: Any) -> Any:
     """The config of the same model without quantization."""
-    if getattr(config, "quantization_config", None) is None:
+    if quantization_of(config) is None:
         return config
     return dataclasses.replace(config, quantization_config=None)
 

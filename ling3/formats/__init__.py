@@ -6,6 +6,7 @@ operators. Its file defines how weights are decoded (`decoded`, `rows`), sliced 
 activations, even if a checkpoint wants activations in 8 bits: that is closer to the model than servers that round them.
 """
 
+from ling3.formats.channels import Fp8Channels, Int8Channels
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.fp8 import Fp8
 from ling3.formats.gguf_blocks import GgufBlocks
@@ -17,7 +18,9 @@ __all__ = [
     "CompressedTensors",
     "Fp4",
     "Fp8",
+    "Fp8Channels",
     "GgufBlocks",
+    "Int8Channels",
     "Mxfp4",
     "PackedIntegers",
     "QuantizedMatrix",

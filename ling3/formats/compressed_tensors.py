@@ -12,17 +12,17 @@ class CompressedTensors(QuantizedMatrix):
 
     FORMAT: ClassVar[str]
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    def readable(cls, weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """The values that ling3 reads for each field of `weights`; some depend on other fields."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def options(weights: Mapping[str, Any]) -> dict[str, Any]:
+    def options(cls, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The options of `init` for these fields, which are readable."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def weights(options: Mapping[str, Any]) -> dict[str, Any]:
+    def weights(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """The `weights` fields of a config group for these options of `init`."""

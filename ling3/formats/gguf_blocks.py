@@ -72,6 +72,11 @@ class GgufBlocks(QuantizedMatrix):
         """Raises TypeError, since ling3 reads these types and does not write them."""
         raise TypeError(f"ling3 does not quantize to {self.block}; convert the checkpoint with llama.cpp")
 
+    @property
+    def unsaved(self) -> str | None:
+        """The reason: safetensors files have no such blocks."""
+        return "is in blocks of a GGUF file, which safetensors files do not have"
+
     def steps(self, field: str) -> tuple[int | None, int | None]:
         """Rows and columns of W that one element describes: the blocks of a row are kept together."""
         return (1, None) if field == "weight" else (1, 1)

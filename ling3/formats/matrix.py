@@ -47,6 +47,11 @@ class QuantizedMatrix(Matrix, Quantized):
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
         """Encodes a matrix in this one's format: its tensors by field. `dtype` is its dtype in the float checkpoint."""
 
+    @property
+    def unsaved(self) -> str | None:
+        """Why `save` cannot write the matrix in its format, or None."""
+        return None
+
     @abstractmethod
     def steps(self, field: str) -> tuple[int | None, int | None]:
         """Rows and columns of W that one element of this tensor describes; None for all of them."""
@@ -56,6 +61,10 @@ class QuantizedMatrix(Matrix, Quantized):
         """The same matrix without its bias, for operators."""
         return self if self.bias is None else dataclasses.replace(self, bias=None)
 
+    def sides(self, x: Float[Array, "*stack rows inner"]) -> tuple[Float[Array, "*stack rows inner"], Quantized]:
+        """The two sides of `product`: x, with its columns in the order of the stored ones, and the matrix."""
+        return x, self.operand
+
     def dense(self) -> Float[Array, "*stack {self.out_features} {self.in_features}"]:
         """All its decoded numbers, as one array of `dtype`."""
         return self.decoded().astype(self.dtype)
@@ -64,7 +73,7 @@ class QuantizedMatrix(Matrix, Quantized):
         self, x: Float[Array, "*stack rows {self.in_features}"], execution: Execution
     ) -> Wide[Array, "*stack rows {self.out_features}"]:
         """x Wᵀ plus the bias, in the execution's accumulation dtype. A row's bits do not depend on the other rows."""
-        y = execution.times(x, self.operand)
+        y = execution.times(*self.sides(x))
         return y if self.bias is None else y + self.bias.astype(y.dtype)[..., None, :]
 
     def row(self, index: Int[Array, "*batch"], execution: Execution) -> Float[Array, "*batch {self.in_features}"]:
@@ -113,9 +122,18 @@ def rows_of(array: Shaped[Array, "..."], start: Int32[Array, ""], size: int) -> 
     return lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim - 2)
 
 
-def along(scale: Float32[Array, "*batch groups"], group: int, columns: int) -> Float32[Array, "*batch columns"]:
-    """Repeats each group's scale for every column of the group."""
+def along(scale: Shaped[Array, "*batch groups"], group: int, columns: int) -> Shaped[Array, "*batch columns"]:
+    """Repeats each group's scale, or its zero point, for every column of the group."""
     return jnp.repeat(scale, group, axis=-1)[..., :columns]
+
+
+def rounded(numbers: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
+    """The numbers rounded to `dtype`. XLA may remove a cast to it and back, but not these operations."""
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
+    if dtype == jnp.float16:  # reduce_precision would flush its subnormal numbers to zero
+        return lax.optimization_barrier(numbers.astype(jnp.float16)).astype(jnp.float32)
+    return numbers
 
 
 def power_of_two(byte: UInt8[Array, "..."]) -> Float32[Array, "..."]:

@@ -96,21 +96,21 @@ class Mxfp4(FourBits, CompressedTensors):
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
-    @staticmethod
-    def readable(weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    @classmethod
+    def readable(cls, weights: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """The values that ling3 reads: E2M1 in groups of 32."""
         del weights
         own = {"num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (GROUP,)}
         return own | {"scale_dtype": ("torch.uint8", "uint8", None)}
 
-    @staticmethod
-    def options(weights: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def options(cls, weights: Mapping[str, Any]) -> dict[str, Any]:
         """No options, as there is one kind."""
         del weights
         return {}
 
-    @staticmethod
-    def weights(options: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def weights(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """The `weights` fields of this format."""
         del options
         return {"num_bits": 4, "type": "float", "group_size": GROUP, "scale_dtype": "torch.uint8"}

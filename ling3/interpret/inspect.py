@@ -20,7 +20,7 @@ from ling3.cache import CacheSpec, pages_of, slots_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
-from ling3.checkpoint.stored_formats import with_stored_formats
+from ling3.checkpoint.stored_formats import as_stored
 from ling3.engine.settings import EngineSettings
 from ling3.families import read_config
 from ling3.formats import weights_per_element
@@ -208,7 +208,7 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
         try:
             if shards.holds_weights(directory):  # not if only the configuration was fetched
                 tensors = shards.open_all(directory)
-                config = with_stored_formats(config, tensors)
+                config, tensors = as_stored(config, tensors)
         except CheckpointError as error:
             problem = str(error)
     model = structure(config, dtype)

@@ -42,6 +42,11 @@ class Quantized(ABC):
         """The stored numbers and their scales, as the CPU kernels read them."""
 
     @property
+    def zero_points(self) -> Int32[Array, "*stack outer_words groups"] | None:
+        """The integers that are subtracted from the stored ones before scaling; None if there are none."""
+        return None
+
+    @property
     def layout(self) -> str:
         """The name of the block type if scales and numbers are stored together in ggml's blocks, else empty."""
         return ""

@@ -28,22 +28,16 @@ def unsuited(
     that some processors have; the limit was measured on such a processor.
     """
     arrays = [arrays_of(stack) for stack in stacks]
-    formats = {
-        (numbers.dtype, scale is not None and scale.dtype, getattr(stack, "bits", 0), bool(layout))
-        for stack, (numbers, scale, layout) in zip(stacks, arrays, strict=True)
-    }
-    if len(formats) > 1:
+    gate, up, _ = arrays
+    kinds = {(own.numbers.dtype, own.scale is not None and own.scale.dtype, own.macro) for own in arrays}
+    if len(kinds) > 1 or (gate.macro != "BLOCKS" and gate.numbers.shape != up.numbers.shape):
         return "the stacks are of several formats"
-    (gate, scale, _), *_ = arrays
-    if scale is None:
-        if x.dtype == jnp.bfloat16 and chosen.size > gate.shape[0]:
+    if gate.scale is None:
+        if x.dtype == jnp.bfloat16 and chosen.size > gate.numbers.shape[0]:
             return "an expert has more than one row in bfloat16 on average, for which XLA is faster"
-        return products.unsuited(x, gate, None, gate.shape[-1], products.LEAST["experts"])
+        return products.unsuited(x, gate, gate.numbers.shape[-1], products.LEAST["experts"])
     least = products.LEAST["quantized"]
-    reasons = (
-        products.unsuited(x, numbers, scale, w.shape[-1], least, layout)
-        for w, (numbers, scale, layout) in zip(stacks, arrays, strict=True)
-    )
+    reasons = (products.unsuited(x, own, w.shape[-1], least) for w, own in zip(stacks, arrays, strict=True))
     return next(filter(None, reasons), None)
 
 

@@ -165,6 +165,7 @@ INLINE bool extreme(const void* scales, T size, T least, T end, bool zeros) {
 struct Stored {
   const uint8_t* numbers;
   const uint8_t* scales;
+  const uint8_t* zeros;  // the zero points, if it has any
   int64_t inner, bytes;  // numbers of a row, and the bytes it takes
   int64_t stride;        // bytes from one row to the next
   int64_t groups;        // scales of a row
@@ -384,15 +385,52 @@ struct Mxfp4Codes {
 
 // ---- integers that are multiplied by their scale ----
 
-// Each of a's words N times.
-template <int N>
-struct Repeated {
-  static constexpr int of(int i) { return i / N; }
+// The numbers of x rounded to the nearest of type S, for x of 2^-100 to 2^112 or 0.
+template <class S>
+INLINE Lanes nearest(Lanes x) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    // 2^16 times x's power of two makes the unit in the last place that of bfloat16.
+    const Lanes unit = (Lanes)(((Words)x & 0xff800000) + (16u << 23));
+    return (x + unit) - unit;
+  } else if constexpr (std::is_same_v<S, Float16>) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__) && defined(__AVX__)
+    return (Lanes)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, 0));
+#else
+    return x;  // nothing is `open`
+#endif
+  } else {
+    return x;
+  }
+}
+
+// True if `nearest` rounds to S on this processor.
+template <class S>
+constexpr bool ROUNDS =
+#if defined(__F16C__)
+    true;
+#else
+    !std::is_same_v<S, Float16>;
+#endif
+
+// Which integer stands for 0: the middle one of unsigned codes, a zero point of each unit, or 0 of signed bytes.
+enum Zero { MIDDLE, ZERO_POINTS, SIGNED };
+
+// The scale of a unit, and its zero point.
+struct ScaleAndZero {
+  float scale, zero;
 };
 
-template <int BITS, class S, int PER_LANE = 1>
+// Each of a's words N times: of every one, or of every second from FROM on.
+template <int N, int APART = 1, int FROM = 0>
+struct Repeated {
+  static constexpr int of(int i) { return i / N * APART + FROM; }
+};
+
+template <int BITS, class S, int PER_LANE = 1, Zero ZERO = MIDDLE>
 struct Scaled : Stored {
-  static constexpr bool HAS_NAN = false;
+  static constexpr bool HAS_NAN = false, POINTS = ZERO == ZERO_POINTS;
 #if defined(__AVX512BF16__)
   // Two registers are rounded to bfloat16 at once, and then lie in one in turn.
   static constexpr bool IN_PAIRS = std::is_same_v<S, BFloat16>;
@@ -404,7 +442,7 @@ struct Scaled : Stored {
   static constexpr int64_t STEP = IN_WORD * LANES;
   static constexpr int OFFSET = 1 << (BITS - 1);
   static constexpr uint32_t MASK = (1u << BITS) - 1;
-  using Scale = float;
+  using Scale = std::conditional_t<POINTS, ScaleAndZero, float>;
 
   static constexpr int64_t element(int k, int lane) {
     if (!IN_PAIRS) return lane * IN_WORD + k;
@@ -412,55 +450,66 @@ struct Scaled : Stored {
     return (lane % half * 2 + number % 2) * IN_WORD + number / 2 * 2 + lane / half;
   }
 
-  bool open(int64_t outer, int64_t part, Scale* to) const {
-#if !defined(__F16C__)
-    if (std::is_same_v<S, Float16>) return false;
-#endif
-    const S* own = reinterpret_cast<const S*>(scales) + outer * groups;
-    spread(part, groups, shift, to, [own](int64_t i) { return widened(own[i]); });
-    return !extreme<uint32_t>(to, 0x7fffffff, 27u << 23, 227u << 23, true);  // 2^-100 to 2^100
-  }
+  const S* scales_of(int64_t outer) const { return reinterpret_cast<const S*>(scales) + outer * groups; }
 
-  INLINE static Lanes nearest(Lanes x) {
-    if constexpr (std::is_same_v<S, BFloat16>) {
-      // 2^16 times x's power of two makes the unit in the last place that of bfloat16.
-      const Lanes unit = (Lanes)(((Words)x & 0xff800000) + (16u << 23));
-      return (x + unit) - unit;
-    } else if constexpr (std::is_same_v<S, Float16>) {
-#if defined(__AVX512F__)
-      return (Lanes)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, 0));
-#elif defined(__F16C__) && defined(__AVX__)
-      return (Lanes)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, 0));
-#else
-      return x;  // nothing is `open`
-#endif
+  // The codes that stand for 0 in the groups of a row, which lie as `zeros_of` and are in bits from `zeros_at` on.
+  const uint32_t* zeros_of(int64_t outer) const {
+    return reinterpret_cast<const uint32_t*>(zeros) + outer / IN_WORD * groups;
+  }
+  static int zeros_at(int64_t outer) { return outer % IN_WORD * BITS; }
+
+  bool open(int64_t outer, int64_t part, Scale* to) const {
+    if (!ROUNDS<S>) return false;
+    const S* own = scales_of(outer);
+    // Scales of 2^-100 to 2^100, or 0.
+    if constexpr (POINTS) {
+      const uint32_t* words = zeros_of(outer);
+      const int at = zeros_at(outer);
+      spread(part, groups, shift, to, [=](int64_t i) {
+        return ScaleAndZero{widened(own[i]), float(int(words[i] >> at & MASK))};
+      });
+      return !extreme<uint64_t>(to, 0x7fffffff, uint64_t(27) << 23, uint64_t(227) << 23, true);
     } else {
-      return x;
+      spread(part, groups, shift, to, [own](int64_t i) { return widened(own[i]); });
+      return !extreme<uint32_t>(to, 0x7fffffff, 27u << 23, 227u << 23, true);
     }
   }
 
   INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
     typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
-    Lanes scale;
-    if constexpr (BITS >= LANES) {
+    constexpr auto every_lane = std::make_integer_sequence<int, LANES>();
+    Lanes scale, zero = every(float(OFFSET));
+    if constexpr (POINTS && BITS >= LANES) {
+      scale = every(scales[0].scale);
+      zero = every(scales[0].zero);
+    } else if constexpr (POINTS) {
+      const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
+      scale = picked<Repeated<BITS, 2>>(units, units, every_lane);
+      zero = picked<Repeated<BITS, 2, 1>>(units, units, every_lane);
+    } else if constexpr (BITS >= LANES) {
       scale = every(scales[0]);
     } else {
       const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
-      scale = picked<Repeated<BITS>>(units, units, std::make_integer_sequence<int, LANES>());
+      scale = picked<Repeated<BITS>>(units, units, every_lane);
     }
-    const Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    if constexpr (ZERO == SIGNED) words ^= 0x80808080;
     Lanes numbers[IN_WORD];
 #pragma GCC unroll 8
     for (int k = 0; k < IN_WORD; k++) {
       const Words code = k == IN_WORD - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
       const Lanes number = __builtin_convertvector((Signed)code, Lanes);
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-      // Rounded once, it is q · scale.
-      numbers[k] = multiply_add(number, scale, scale * -float(OFFSET));
+      // Rounded once, it is (q - zero) · scale, if zero · scale is exact.
+      if constexpr (!POINTS || !std::is_same_v<S, float>) {
+        numbers[k] = multiply_add(number, scale, scale * -zero);
+      } else {
+        numbers[k] = (number - zero) * scale;
+      }
 #else
-      numbers[k] = (number - float(OFFSET)) * scale;
+      numbers[k] = (number - zero) * scale;
 #endif
-      if constexpr (!IN_PAIRS) out[k] = nearest(numbers[k]);
+      if constexpr (!IN_PAIRS) out[k] = nearest<S>(numbers[k]);
     }
 #if defined(__AVX512BF16__)
     if constexpr (IN_PAIRS) {
@@ -474,13 +523,15 @@ struct Scaled : Stored {
   }
 
   float number(int64_t outer, int64_t i) const {
+    const int64_t group = (i / UNIT) >> shift;
     const int code = row(outer)[i * BITS / 8] >> i * BITS % 8 & MASK;
-    const S* own = reinterpret_cast<const S*>(scales) + outer * groups;
-    return rounded<S>(float(code - OFFSET) * widened(own[(i / UNIT) >> shift]));
+    int zero = OFFSET;
+    if constexpr (POINTS) zero = int(zeros_of(outer)[group] >> zeros_at(outer) & MASK);
+    return rounded<S>(float((ZERO == SIGNED ? code ^ OFFSET : code) - zero) * widened(scales_of(outer)[group]));
   }
 };
 
-// ---- E4M3 in blocks of 128 x 128, with scales of type S ----
+// ---- E4M3 with scales of type S, each for ROWS rows and 128 columns or more ----
 
 inline float e4m3(uint8_t code) {
   const uint32_t sign = uint32_t(code & 128) << 24, rest = code & 127;
@@ -489,18 +540,25 @@ inline float e4m3(uint8_t code) {
   return from_bits(sign | ((rest << 20) + (120u << 23)));
 }
 
-template <class S>
+template <class S, int ROWS = 128>
 struct E4M3 : Stored {
   static constexpr int REGISTERS = 4;
   static constexpr bool HAS_NAN = true;
-  static constexpr int64_t STEP = REGISTERS * LANES, BLOCK = 128;
+  static constexpr int64_t STEP = REGISTERS * LANES;
   using Scale = float;
+  // Numbers with a scale for each row are rounded to its type.
+  using Rounded = std::conditional_t<ROWS == 1, S, float>;
 
-  static float wide(float scale) { return scale; }
-  static float wide(uint8_t scale) { return power_of_two(scale); }
-  const S* own(int64_t outer) const { return reinterpret_cast<const S*>(scales) + outer / BLOCK * groups; }
+  template <class T>
+  static float wide(T scale) {
+    if constexpr (std::is_same_v<T, uint8_t>) return power_of_two(scale);
+    else return widened(scale);
+  }
+  const S* own(int64_t outer) const { return reinterpret_cast<const S*>(scales) + outer / ROWS * groups; }
 
-  float number(int64_t outer, int64_t i) const { return e4m3(row(outer)[i]) * wide(own(outer)[i / BLOCK]); }
+  float number(int64_t outer, int64_t i) const {
+    return rounded<Rounded>(e4m3(row(outer)[i]) * wide(own(outer)[(i / UNIT) >> shift]));
+  }
 
 #if defined(__AVX512F__) || (defined(__F16C__) && defined(__AVX2__))
   // By way of float16, of whose numbers these are 2^8 times as large.
@@ -520,12 +578,14 @@ struct E4M3 : Stored {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
 #if defined(__AVX512F__)
-      out[2 * n] = (Lanes)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)both[n])) * scale;
-      out[2 * n + 1] = (Lanes)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)both[n], 1)) * scale;
+      const Lanes halves[2] = {(Lanes)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)both[n])),
+                               (Lanes)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)both[n], 1))};
 #else
-      out[2 * n] = (Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)both[n])) * scale;
-      out[2 * n + 1] = (Lanes)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)both[n], 1)) * scale;
+      const Lanes halves[2] = {(Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)both[n])),
+                               (Lanes)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)both[n], 1))};
 #endif
+      out[2 * n] = nearest<Rounded>(halves[0] * scale);
+      out[2 * n + 1] = nearest<Rounded>(halves[1] * scale);
     }
   }
 #else
@@ -541,12 +601,13 @@ struct E4M3 : Stored {
       const Words code = (Words)codes >> (8 * k), rest = code & 127;
       const Lanes normal = (Lanes)((rest << 20) + (120u << 23)), subnormal = normal + normal - 0x1p-6f;
       const Words size = rest < 8 ? (Words)subnormal : (Words)normal;
-      out[k] = (Lanes)(size | (code & 128) << 24) * scales[0];
+      out[k] = nearest<Rounded>((Lanes)(size | (code & 128) << 24) * scales[0]);
     }
   }
 #endif
 
   bool open(int64_t outer, int64_t part, Scale* to) const {
+    if (!ROUNDS<Rounded>) return false;
     spread(part, groups, shift, to, [own = own(outer)](int64_t i) { return wide(own[i]) * FACTOR; });
     return !extreme<uint32_t>(to, 0x7fffffff, 27u << 23, 227u << 23, true);  // 2^-100 to 2^100
   }

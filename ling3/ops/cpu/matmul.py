@@ -29,9 +29,9 @@ def unsuited(
         return f"sums are {sums}, and the kernel's float32"
     if weight.ndim != 2:
         return "the kernel takes one matrix, and not a stack"
-    numbers, scale, layout = arrays_of(weight)
-    least = products.LEAST["dense" if scale is None else "quantized"]
-    return products.unsuited(x, numbers, scale, weight.shape[-1], least, layout)
+    matrix = arrays_of(weight)
+    least = products.LEAST["dense" if matrix.scale is None else "quantized"]
+    return products.unsuited(x, matrix, weight.shape[-1], least)
 
 
 def product(
@@ -84,7 +84,7 @@ def _by_xla(
 
 @jax.custom_jvp
 def _dense(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
-    return products.product(x, weight)
+    return products.product(x, products.Arrays(weight))
 
 
 def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -107,7 +107,7 @@ _dense.defjvp(_tangent, symbolic_zeros=True)
 
 @jax.custom_jvp
 def _decoded(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
-    return products.product(x, *arrays_of(matrix))
+    return products.product(x, arrays_of(matrix))
 
 
 def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -122,5 +122,7 @@ _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
 
 
 def arrays_of(matrix: Float[Array, "..."] | Quantized) -> products.Arrays:
-    """A matrix's stored numbers, its scales and its layout, as the kernels take them; an array has no scales."""
-    return (*matrix.arrays, matrix.layout) if isinstance(matrix, Quantized) else (matrix, None, "")
+    """A matrix as the kernels take it; an array has neither scales nor a layout."""
+    if not isinstance(matrix, Quantized):
+        return products.Arrays(matrix)
+    return products.Arrays(*matrix.arrays, matrix.zero_points, matrix.layout)

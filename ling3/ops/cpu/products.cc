@@ -1,6 +1,7 @@
-// x Wᵀ and the experts' feed-forward with matrices in floats, for `products.py`, with QUANTIZED defined those in 8 and 4
-// bits, and with BLOCKS those in ggml's block types, since few need several and compiling takes its time. Each matrix is
-// read in place.
+// x Wᵀ and the experts' feed-forward, for `products.py`. Each matrix is read in place. One macro says which kinds of
+// matrices this is compiled for, since few need several and compiling takes its time: floats without one, with QUANTIZED
+// those in 8 and 4 bits, with ZEROS integers with zero points, with CHANNELS 8 bits with a scale for each row, and with
+// BLOCKS ggml's block types.
 
 #include <string_view>
 
@@ -20,7 +21,7 @@ inline const BlockType* block_type_of(std::string_view) { return nullptr; }
 // A matrix, or a stack of them, as the arguments of a call have it. E4M3 numbers tell FP8 and bytes MXFP4; words are
 // integers. Numbers in float32 and bfloat16 are what they are, and have no scales; blocks hold their scales themselves.
 struct Arrays {
-  ffi::AnyBuffer numbers, scales;
+  ffi::AnyBuffer numbers, scales, zeros;
   int64_t inner;    // numbers of a row
   ffi::DataType x;  // the type of the rows that it is multiplied by
   const BlockType* type;
@@ -45,6 +46,10 @@ struct Arrays {
     own.shift = own.groups == 1 ? 40 : std::ilogb(double(units));
     own.scales = static_cast<const uint8_t*>(scales.untyped_data()) +
                  i * of_scales[last - 1] * own.groups * int64_t(ffi::ByteWidth(scales.element_type()));
+#if defined(ZEROS)
+    own.zeros = static_cast<const uint8_t*>(zeros.untyped_data()) +
+                i * zeros.dimensions()[last - 1] * own.groups * int64_t(sizeof(uint32_t));
+#endif
     return own;
   }
 
@@ -79,24 +84,42 @@ struct Arrays {
     Blocks blocks{};
     blocks.type = type;
     as(blocks);
+#elif defined(CHANNELS)
+    of_scale<X>([&](auto scale, auto per_lane) {
+      if (is_fp8()) as(E4M3<decltype(scale), 1>{});
+      else as(Scaled<8, decltype(scale), per_lane, SIGNED>{});
+    });
+#elif defined(ZEROS)
+    of_scale<X>([&](auto scale, auto per_lane) {
+      if (stored.bytes >= inner) as(Scaled<8, decltype(scale), per_lane, ZERO_POINTS>{});
+      else as(Scaled<4, decltype(scale), per_lane, ZERO_POINTS>{});
+    });
 #elif !defined(QUANTIZED)
     as(Dense<X>{});
 #else
-    const ffi::DataType scale = scales.element_type();
     if (is_fp8()) {
-      scale == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
+      scales.element_type() == ffi::F32 ? as(E4M3<float>{}) : as(E4M3<uint8_t>{});
     } else if (numbers.element_type() == ffi::U8) {
       as(Nibbles<Mxfp4Codes, LANE_OF<X>>{});
-    } else if (stored.bytes >= inner) {
-      scale == ffi::BF16  ? as(Scaled<8, BFloat16, LANE_OF<X>>{})
-      : scale == ffi::F16 ? as(Scaled<8, Float16>{})
-                          : as(Scaled<8, float>{});
     } else {
-      scale == ffi::BF16  ? as(Nibbles<Int4Codes, LANE_OF<X>>{})
-      : scale == ffi::F16 ? as(Scaled<4, Float16>{})
-                          : as(Scaled<4, float>{});
+      of_scale<X>([&](auto scale, auto per_lane) {
+        using S = decltype(scale);
+        if (stored.bytes >= inner) as(Scaled<8, S, per_lane>{});
+        else if constexpr (std::is_same_v<S, BFloat16>) as(Nibbles<Int4Codes, per_lane>{});
+        else as(Scaled<4, S>{});
+      });
     }
 #endif
+  }
+
+  // run(a number of the scales' type, the numbers in a lane for rows of x of type X).
+  template <class X, class Run>
+  void of_scale(Run run) const {
+    constexpr std::integral_constant<int, 1> one;
+    const ffi::DataType scale = scales.element_type();
+    if (scale == ffi::BF16) run(BFloat16{}, std::integral_constant<int, LANE_OF<X>>());
+    else if (scale == ffi::F16) run(Float16{}, one);
+    else run(float{}, one);
   }
 };
 
@@ -128,9 +151,10 @@ std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffe
 }
 
 ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
-                   std::string_view block, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> laid) {
+                   ffi::AnyBuffer zeros, std::string_view block, ffi::ResultBuffer<ffi::F32> out,
+                   ffi::ResultBuffer<ffi::F32> laid) {
   const int64_t rows = x.dimensions()[0];
-  const Arrays weight{numbers, scales, x.dimensions()[1], x.element_type(), block_type_of(block)};
+  const Arrays weight{numbers, scales, zeros, x.dimensions()[1], x.element_type(), block_type_of(block)};
   const int64_t outer = weight.outer(), inner = weight.inner;
   const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
   std::vector<const float*> from;
@@ -179,17 +203,18 @@ constexpr int64_t PIECE = 96, AT_ONCE = 64;
 
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> starts,
                    ffi::Buffer<ffi::S32> counts, ffi::AnyBuffer gate_numbers, ffi::AnyBuffer gate_scales,
-                   ffi::AnyBuffer up_numbers, ffi::AnyBuffer up_scales, ffi::AnyBuffer down_numbers,
-                   ffi::AnyBuffer down_scales, float limit, bool limit_first, std::string_view gate_block,
+                   ffi::AnyBuffer gate_zeros, ffi::AnyBuffer up_numbers, ffi::AnyBuffer up_scales,
+                   ffi::AnyBuffer up_zeros, ffi::AnyBuffer down_numbers, ffi::AnyBuffer down_scales,
+                   ffi::AnyBuffer down_zeros, float limit, bool limit_first, std::string_view gate_block,
                    std::string_view up_block, std::string_view down_block, ffi::ResultBuffer<ffi::F32> out,
                    ffi::ResultBuffer<ffi::F32> laid, ffi::ResultBuffer<ffi::F32> between) {
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], intermediate = gate_numbers.dimensions()[1];
   const int64_t experts = gate_numbers.dimensions()[0], slots = order.dimensions()[0];
   const int64_t top_k = slots / std::max<int64_t>(tokens, 1);
   const ffi::DataType type = x.element_type();
-  const Arrays gate{gate_numbers, gate_scales, hidden, type, block_type_of(gate_block)};
-  const Arrays up{up_numbers, up_scales, hidden, type, block_type_of(up_block)};
-  const Arrays down{down_numbers, down_scales, intermediate, type, block_type_of(down_block)};
+  const Arrays gate{gate_numbers, gate_scales, gate_zeros, hidden, type, block_type_of(gate_block)};
+  const Arrays up{up_numbers, up_scales, up_zeros, hidden, type, block_type_of(up_block)};
+  const Arrays down{down_numbers, down_scales, down_zeros, intermediate, type, block_type_of(down_block)};
   const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
   const bool narrowed = x.element_type() == ffi::BF16;
   const std::vector<bool> laid_out = lay(pool, gate, x, laid->typed_data());
@@ -259,6 +284,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product,
                                   .Arg<Any>()    // x
                                   .Arg<Any>()    // numbers
                                   .Arg<Any>()    // scales
+                                  .Arg<Any>()    // zero points
                                   .Attr<std::string_view>("block")
                                   .Ret<F32>()    // out
                                   .Ret<F32>());  // x, laid out
@@ -270,11 +296,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(experts, Experts,
                                   .Arg<S32>()  // order
                                   .Arg<S32>()  // starts
                                   .Arg<S32>()  // counts
-                                  .Arg<Any>()  // gate: numbers, scales
+                                  .Arg<Any>()  // gate: numbers, scales, zero points
+                                  .Arg<Any>()
                                   .Arg<Any>()
                                   .Arg<Any>()  // up
                                   .Arg<Any>()
+                                  .Arg<Any>()
                                   .Arg<Any>()  // down
+                                  .Arg<Any>()
                                   .Arg<Any>()
                                   .Attr<float>("limit")
                                   .Attr<bool>("limit_first")

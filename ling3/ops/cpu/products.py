@@ -7,6 +7,7 @@ multiplies by them.
 """
 
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,40 +26,61 @@ Of a float matrix, of a quantized matrix or stack, and of a float stack of exper
 STEP, APART = 128, 16
 """The kernels pad a row of x to a multiple of STEP numbers, and leave APART more before the next row."""
 FLOATS = (jnp.float32, jnp.bfloat16)
-LAYOUTS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
-"""The block types of ggml that the kernels read (`blocks.h`)."""
-
-Arrays = tuple[Shaped[Array, "..."], Shaped[Array, "..."] | None, str]
-"""A matrix's numbers `[*stack, outer, stored]`, in float32, bfloat16, float8_e4m3fn, packed int32 or packed uint8.
-
-The second element is its scales, or None for float32 and bfloat16. The third is its `Quantized.layout`."""
+LAYOUTS = ("channels", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+"""The layouts that the kernels read: a scale for each row (`formats/channels.py`), and ggml's blocks (`blocks.h`)."""
 
 
-def unsuited(
-    x: Float[Array, "rows width"],
-    numbers: Shaped[Array, "*stack outer stored"],
-    scale: Shaped[Array, "*stack scales groups"] | None,
-    inner: int,
-    least: int,
-    layout: str = "",
-) -> str | None:
+class Arrays(NamedTuple):
+    """A matrix as the kernels read it, or a stack of them.
+
+    Its numbers are float32, bfloat16, float8_e4m3fn, int8, packed int32 or packed uint8.
+    """
+
+    numbers: Shaped[Array, "*stack outer stored"]
+    scale: Shaped[Array, "*stack scales groups"] | None = None
+    """The scales; None for float32 and bfloat16."""
+    zero_points: Int32[Array, "*stack words groups"] | None = None
+    layout: str = ""
+    """Its `Quantized.layout`."""
+
+    @property
+    def macro(self) -> str:
+        """The macro that compiles the kernels for such matrices; empty for floats."""
+        if self.layout:
+            return "CHANNELS" if self.layout == "channels" else "BLOCKS"
+        if self.zero_points is not None:
+            return "ZEROS"
+        return "" if self.scale is None else "QUANTIZED"
+
+    @property
+    def operands(self) -> tuple[Shaped[Array, "..."], ...]:
+        """The arrays as the kernels take them: powers of two (E8M0) as bytes, and an empty array for None."""
+        none = jnp.zeros(0, jnp.uint8)
+        scale = none if self.scale is None else self.scale
+        if scale.dtype == jnp.float8_e8m0fnu:
+            scale = lax.bitcast_convert_type(scale, jnp.uint8)
+        return self.numbers, scale, none if self.zero_points is None else self.zero_points
+
+
+def unsuited(x: Float[Array, "rows width"], matrix: Arrays, inner: int, least: int) -> str | None:
     """Why the kernels do not run, or None: they are missing, cannot read the matrix, or it has less than `least` bytes.
 
     x must be float32 or bfloat16, and in the matrix's dtype if that is not quantized; a scale must cover 32, 64, 128, …
-    numbers or a full row; a `layout` must be one of `LAYOUTS`. `inner` is the number of columns of W, which may differ
+    numbers or a full row; a layout must be one of `LAYOUTS`. `inner` is the number of columns of W, which may differ
     from x's: the last of the experts' three stacks is multiplied by the result of the others, not by x.
     """
+    numbers, scale, layout = matrix.numbers, matrix.scale, matrix.layout
     if x.dtype not in FLOATS:
         return f"x is {x.dtype}, and the kernel takes float32 and bfloat16"
     if x.size == 0 or numbers.size == 0 or numbers.size * numbers.dtype.itemsize < least:
         return f"a side is empty, or the matrix has less than {least:,} bytes"
     if scale is None and x.dtype != numbers.dtype:
         return f"x is {x.dtype} and the matrix {numbers.dtype}"
-    if layout:
-        return native.missing(SOURCE, "BLOCKS") if layout in LAYOUTS else f"the kernel does not read {layout}"
-    if scale is not None and not _is_readable(numbers, scale, inner):
+    if layout and layout not in LAYOUTS:
+        return f"the kernel does not read {layout}"
+    if scale is not None and not layout and not _is_readable(numbers, scale, inner):
         return "the kernel does not read such groups, or such scales"
-    return native.missing(SOURCE, _macro(scale, layout))
+    return native.missing(SOURCE, matrix.macro)
 
 
 def _is_readable(
@@ -74,21 +96,16 @@ def _is_readable(
     return known and (groups == 1 or (rest == 0 and group >= 32 and group & (group - 1) == 0))
 
 
-def product(
-    x: Float[Array, "rows inner"],
-    numbers: Shaped[Array, "outer stored"],
-    scale: Shaped[Array, "scales groups"] | None = None,
-    layout: str = "",
-) -> Float32[Array, "rows outer"]:
+def product(x: Float[Array, "rows inner"], matrix: Arrays) -> Float32[Array, "rows outer"]:
     """x Wᵀ, summed in float32, for inputs that are not `unsuited`. A row's result is bitwise independent of the others.
 
     Rows of zeros, such as padding, give zeros at almost no cost; W must be finite.
     """
-    name = native.target(SOURCE, "product", _macro(scale, layout))
+    name = native.target(SOURCE, "product", matrix.macro)
     rows, inner = x.shape
-    shapes = (jax.ShapeDtypeStruct((rows, numbers.shape[0]), jnp.float32), _laid(rows, inner))
+    shapes = (jax.ShapeDtypeStruct((rows, matrix.numbers.shape[0]), jnp.float32), _laid(rows, inner))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    return call(x, numbers, _bytes(scale), block=layout)[0]
+    return call(x, *matrix.operands, block=matrix.layout)[0]
 
 
 def expert_rows(
@@ -103,32 +120,20 @@ def expert_rows(
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros for rows without one.
 
-    No stack may be `unsuited`, and all must have one format; block types may differ. `order` has the rows sorted by
-    expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on. Sums are in float32; between the
-    two products a row has x's dtype. A row's result is bitwise independent of the other rows.
+    No stack may be `unsuited`. All must have one macro, and `gate` and `up` one format; only types of blocks may differ.
+    `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
+    Sums are in float32; between the two products a row has x's dtype. A row's result is bitwise independent of the
+    other rows.
     """
-    name = native.target(SOURCE, "experts", _macro(*gate[1:]))
-    (tokens, hidden), rows, intermediate = x.shape, order.shape[0], gate[0].shape[1]
+    name = native.target(SOURCE, "experts", gate.macro)
+    (tokens, hidden), rows, intermediate = x.shape, order.shape[0], gate.numbers.shape[1]
     shapes = (jax.ShapeDtypeStruct((rows, hidden), jnp.float32), _laid(tokens, hidden), _laid(rows, intermediate))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    arrays = (a for numbers, scale, _ in (gate, up, down) for a in (numbers, _bytes(scale)))
     limits = {"limit": np.float32(swiglu.limit), "limit_first": swiglu.limit_first}
-    layouts = {"gate_block": gate[2], "up_block": up[2], "down_block": down[2]}
-    return call(x, order, starts, counts, *arrays, **limits, **layouts)[0]
-
-
-def _macro(scale: Array | None, layout: str) -> str:
-    """The macro that compiles the kernels for quantized matrices or ggml's blocks; empty for float matrices."""
-    return "BLOCKS" if layout else "" if scale is None else "QUANTIZED"
+    layouts = {"gate_block": gate.layout, "up_block": up.layout, "down_block": down.layout}
+    return call(x, order, starts, counts, *gate.operands, *up.operands, *down.operands, **limits, **layouts)[0]
 
 
 def _laid(rows: int, inner: int) -> jax.ShapeDtypeStruct:
     """The shape of the kernel's copy of x's rows, which it lays out in the order in which it decodes W."""
     return jax.ShapeDtypeStruct((rows, -(-inner // STEP) * STEP + APART), jnp.float32)
-
-
-def _bytes(scale: Shaped[Array, "*stack scales groups"] | None) -> Shaped[Array, "..."]:
-    """Scales as the kernels take them: powers of two (E8M0) as bytes, and an empty array for None."""
-    if scale is None:
-        return jnp.zeros(0, jnp.uint8)
-    return lax.bitcast_convert_type(scale, jnp.uint8) if scale.dtype == jnp.float8_e8m0fnu else scale
