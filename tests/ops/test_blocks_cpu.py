@@ -14,7 +14,7 @@ from native_kernels import installed, needs_compiler
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.ops.cpu import products
 from ling3.ops.cpu.experts import experts as native_experts
-from ling3.ops.cpu.matmul import product
+from ling3.ops.cpu.matmul import arrays_of, product
 from ling3.ops.matmul import product as plain
 from ling3.runtime import native
 
@@ -131,9 +131,8 @@ def test_it_is_the_sum_over_chosen_experts(blocks):
 
 
 def test_where_it_does_not_suit():
-    numbers, scale = drawn("Q4_0", 8, 2).arrays
-    x = jnp.ones((2, 64))
-    assert products.unsuited(x, numbers, scale, 64, 0, "Q4_0") is None
-    assert products.unsuited(x, numbers, scale, 64, 0, "Q2_K") == "the kernel does not read Q2_K"
-    assert products.unsuited(x.astype(jnp.float16), numbers, scale, 64, 0, "Q4_0").startswith("x is float16")
-    assert "bytes" in products.unsuited(x, numbers, scale, 64, 2**18, "Q4_0")
+    matrix, x = arrays_of(drawn("Q4_0", 8, 2)), jnp.ones((2, 64))
+    assert products.unsuited(x, matrix, 64, 0) is None
+    assert products.unsuited(x, matrix._replace(layout="Q2_K"), 64, 0) == "the kernel does not read Q2_K"
+    assert products.unsuited(x.astype(jnp.float16), matrix, 64, 0).startswith("x is float16")
+    assert "bytes" in products.unsuited(x, matrix, 64, 2**18)

@@ -17,10 +17,10 @@ from expert_cases import by_hand
 from native_kernels import installed, needs_compiler
 from packed import packed_integers
 
-from ling3.formats import Fp8, Mxfp4
+from ling3.formats import Fp8, Fp8Channels, Int8Channels, Mxfp4
 from ling3.ops.cpu import products
 from ling3.ops.cpu.experts import experts as native_experts
-from ling3.ops.cpu.matmul import product
+from ling3.ops.cpu.matmul import arrays_of, product
 from ling3.ops.matmul import product as plain
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
@@ -34,8 +34,16 @@ SCALES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float
 FORMATS = [
     *(f"int{bits}-{group}-{dtype}" for bits in (4, 8) for group in (32, 128) for dtype in SCALES),
     *("int8-row-bfloat16", "int4-row-float32", "fp8-float32", "fp8-bfloat16", "fp8-powers", "mxfp4"),
+    *(f"zero{bits}-{group}-{dtype}" for bits in (4, 8) for group in (64, "row") for dtype in SCALES),
+    *(f"{kind}-channels-{dtype}" for kind in ("int8", "fp8") for dtype in SCALES),
 ]
-SOME = exhaustively(FORMATS, but=["int4-32-bfloat16", "int8-128-float16", "fp8-float32", "mxfp4"])
+SOME = exhaustively(
+    FORMATS,
+    but=[
+        *("int4-32-bfloat16", "int8-128-float16", "fp8-float32", "mxfp4", "zero4-64-float16", "zero8-row-float32"),
+        *("int8-channels-bfloat16", "fp8-channels-bfloat16"),
+    ],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +59,13 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
     def about(*shape):
         return draw.uniform(0.5, 2, shape) * size * draw.choice([-1, 1], shape)
 
+    if "channels" in kind:
+        codes = draw.integers(0, 256, (*stack, outer, inner), np.uint8)
+        scale = jnp.asarray(about(*stack, outer, 1), SCALES[kind.rpartition("-")[2]])
+        if kind.startswith("int8"):
+            return Int8Channels(jnp.asarray(codes.view(np.int8)), scale)
+        codes[codes & 127 == 127] = 3
+        return Fp8Channels(jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)), scale)
     if kind.startswith("fp8"):
         codes = draw.integers(0, 256, (*stack, outer, inner), np.uint8)
         weight = jnp.asarray(np.where(codes & 127 == 127, 3, codes).astype(np.uint8).view(ml_dtypes.float8_e4m3fn))
@@ -63,12 +78,15 @@ def drawn(kind, outer, inner, *stack, seed=0, size=0.02):
         packed = draw.integers(0, 256, (*stack, outer, inner // 2), np.uint8)
         return Mxfp4(jnp.asarray(packed), jnp.asarray(draw.integers(118, 124, (*stack, outer, inner // 32), np.uint8)))
     sort, group, dtype = kind.split("-")
-    bits = int(sort[3:])
+    bits = int(sort[-1])
     words = -(-inner * bits // 32)
     packed = draw.integers(-(2**31), 2**31, (*stack, outer, words), np.int64).astype(np.int32)
     groups = 1 if group == "row" else inner // int(group)
     scale = jnp.asarray(about(*stack, outer, groups), SCALES[dtype])
-    return packed_integers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner)
+    zeros = None
+    if sort.startswith("zero"):
+        zeros = jnp.asarray(draw.integers(-(2**31), 2**31, (*stack, -(-outer * bits // 32), groups)).astype(np.int32))
+    return packed_integers(jnp.asarray(packed), scale, bits, words * 32 // bits - inner, zeros)
 
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -87,7 +105,7 @@ def check_numbers(matrix):
 
 # Sizes beside the kernels' registers, strips, panels, tiles, parts and tasks. No part or step ends with the matrix.
 def sizes(kind):
-    multiple = 128 if "-128-" in kind else 32 if "-32-" in kind or kind == "mxfp4" else 1
+    multiple = 128 if "-128-" in kind else 64 if "-64-" in kind else 32 if "-32-" in kind or kind == "mxfp4" else 1
     return [(outer, -(-inner // multiple) * multiple) for outer, inner in ((1, 9), (6, 260), (139, 1100), (53, 2600))]
 
 
@@ -187,7 +205,7 @@ import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from ling3.ops.cpu import products
 case = np.load(sys.argv[1])
 scale = jnp.asarray(case["scale"].view(ml_dtypes.bfloat16))
-y = jax.jit(products.product)(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
+y = jax.jit(products.product)(jnp.asarray(case["x"]), products.Arrays(jnp.asarray(case["packed"]), scale))
 np.save(sys.argv[2], y)
 """
     environment = {**os.environ, "XLA_FLAGS": "", "NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
@@ -291,29 +309,31 @@ class TestExperts:
 
 class TestWhereItDoesNotSuit:
     def test_other_dtypes(self):
-        assert products.unsuited(jnp.ones((2, 64), jnp.float16), *self.arrays(), 64, 0).startswith("x is float16")
+        assert products.unsuited(jnp.ones((2, 64), jnp.float16), self.arrays(), 64, 0).startswith("x is float16")
 
     def test_groups_between_powers_of_two(self):
         words, scale = jnp.zeros((8, 24), jnp.int32), jnp.ones((8, 2), jnp.bfloat16)
-        assert "groups" in products.unsuited(jnp.ones((2, 192)), words, scale, 192, 0)
-        assert products.unsuited(jnp.ones((2, 256)), jnp.zeros((8, 32), jnp.int32), scale, 256, 0) is None
+        assert "groups" in products.unsuited(jnp.ones((2, 192)), products.Arrays(words, scale), 192, 0)
+        whole = products.Arrays(jnp.zeros((8, 32), jnp.int32), scale)
+        assert products.unsuited(jnp.ones((2, 256)), whole, 256, 0) is None
 
     def test_rows_of_a_word(self):
-        assert "groups" in products.unsuited(jnp.ones((2, 4)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)), 4, 0)
+        word = products.Arrays(jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)))
+        assert "groups" in products.unsuited(jnp.ones((2, 4)), word, 4, 0)
 
     def test_small_matrices_are_not_worth_a_compiler(self):
-        assert "262,144 bytes" in products.unsuited(jnp.ones((2, 64)), *self.arrays(), 64, 2**18)
+        assert "262,144 bytes" in products.unsuited(jnp.ones((2, 64)), self.arrays(), 64, 2**18)
 
     def test_the_plain_form(self):
         assert CALL not in PLAIN.lower(jnp.ones((2, 64)), drawn("mxfp4", 8, 64)).as_text()
 
     def test_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(native, "missing", lambda *_: "there is no compiler")
-        assert products.unsuited(jnp.ones((2, 64)), *self.arrays(), 64, 0) == "there is no compiler"
+        assert products.unsuited(jnp.ones((2, 64)), self.arrays(), 64, 0) == "there is no compiler"
 
     @staticmethod
     def arrays():
-        return jax.tree.leaves(drawn("mxfp4", 8, 64))
+        return arrays_of(drawn("mxfp4", 8, 64))
 
 
 @pytest.mark.parametrize("kind", ["int4-32-bfloat16", "fp8-float32", "mxfp4"])

@@ -15,8 +15,9 @@ pytest.importorskip("compressed_tensors", reason="the parity suite needs it: pip
 import torch
 import transformers
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -41,6 +42,16 @@ SIZES = {
     "pad_token_id": None,
 }
 FORMATS = ("int4", "int8", "fp8", "mxfp4")
+"""The formats that ling3 writes."""
+WEIGHTS = {
+    "zeros4": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 64},
+    "zeros8": {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"},
+    "actorder": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "actorder": "static"},
+    "int8-channels": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "fp8-channels": {"num_bits": 8, "type": "float", "strategy": "channel"},
+}
+"""The `weights` of the formats that only compressed-tensors writes."""
+THEIRS = {"int8-channels": IntQuantizationCompressor, "fp8-channels": FloatQuantizationCompressor}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -52,7 +63,9 @@ def checkpoint(tmp_path_factory):
     def made_once(to, dtype):
         if (to, dtype) not in made:
             path = tmp_path_factory.mktemp("quantized") / "x"
-            if to:
+            if to in WEIGHTS:
+                compressed_by_them(made_once("", dtype), path, to)
+            elif to:
                 ling3.quantize(made_once("", dtype), path, to)
             else:
                 torch.manual_seed(0)
@@ -62,6 +75,34 @@ def checkpoint(tmp_path_factory):
         return made[to, dtype]
 
     return made_once
+
+
+def compressed_by_them(source, target, name):
+    """Writes the checkpoint `source` in one of WEIGHTS by compressed-tensors, the last two with rounded activations."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS[name]}
+    if name in THEIRS:
+        tokens = {"num_bits": 8, "type": WEIGHTS[name]["type"], "strategy": "token", "dynamic": True}
+        group["input_activations"] = tokens
+    scheme, compressor = QuantizationScheme.model_validate(group), THEIRS.get(name, PackedQuantizationCompressor)
+    tensors = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = tensor
+            continue
+        grouped = tensor.unflatten(-1, (-1, scheme.weights.group_size or tensor.shape[-1]))
+        scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
+        state = {"weight": tensor, "weight_scale": scale, "weight_zero_point": zero}
+        for field, own in compressor.compress(state, scheme).items():
+            tensors[f"{key.removesuffix('.weight')}.{field}"] = own
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    raw = json.loads((source / "config.json").read_text())
+    formats = {"int8-channels": "int-quantized", "fp8-channels": "float-quantized"}
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=formats.get(name, "pack-quantized"), ignore=["lm_head"]
+    )
+    raw["quantization_config"] = config.model_dump(mode="json") | {"quantization_status": "compressed"}
+    (target / "config.json").write_text(json.dumps(raw))
 
 
 def matrices(path, dtype=None):
@@ -77,7 +118,7 @@ def decoded(to, tensors, scheme):
     """A matrix by compressed-tensors' or transformers' own code."""
     if to == "fp8":
         return Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
-    compressor = MXFP4PackedCompressor if to == "mxfp4" else PackedQuantizationCompressor
+    compressor = MXFP4PackedCompressor if to == "mxfp4" else THEIRS.get(to, PackedQuantizationCompressor)
     return compressor.decompress(tensors, scheme)["weight"]
 
 
@@ -88,7 +129,7 @@ def scheme_of(path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [*FORMATS, *WEIGHTS])
 def test_dequantized_weights_are_theirs_bit_for_bit(checkpoint, to, dtype):
     path = checkpoint(to, dtype)
     tensors, scheme, count = load_file(path / "model.safetensors"), scheme_of(path), 0
@@ -154,7 +195,7 @@ def test_integers_are_quantized_as_compressed_tensors_does(checkpoint, to):
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # only to have it dequantized
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [*FORMATS, *WEIGHTS])
 def test_transformers_reads_what_is_written_and_computes_the_same(checkpoint, to):
     path = checkpoint(to, "float32")
     kind = transformers.FineGrainedFP8Config if to == "fp8" else transformers.CompressedTensorsConfig
