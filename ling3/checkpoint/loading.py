@@ -29,7 +29,7 @@ from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError, S
 from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.checkpoint.stored_formats import as_stored
-from ling3.families.quantization import in_floats
+from ling3.families.quantization import in_floats, with_rounding
 from ling3.formats import QuantizedMatrix, in_model
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import ArrayLeaf
@@ -56,6 +56,7 @@ def load(
     revision: str | None = None,
     check_finite: bool = True,
     dequantize: bool = False,
+    rounded_activations: bool = False,
 ) -> CausalLM:
     """Loads the model in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
@@ -65,8 +66,10 @@ def load(
     `A_log`, `dt_bias`) is float32.
 
     Quantized weights stay in their format in memory, whatever `dtype` is: it applies to all other weights and to
-    activations, which are never rounded to 8 bits, though servers of such a checkpoint may do so. Integers times their
-    scales are rounded to the dtype of the scales, except in a float32 model, as in transformers. With `dequantize`,
+    activations, which are not rounded to 8 bits, though servers of such a checkpoint do so. With `rounded_activations`
+    they are, where the checkpoint's format says how (`ling3.ops.rounding`); MLA's `kv_b_proj` takes latents unrounded
+    even then. Numbers times their scales are rounded to the dtype of the scales, except in a float32 model, as in
+    transformers. With `dequantize`,
     quantized weights become dense matrices in `dtype` (bfloat16 if it is None), which training needs.
 
     All headers are checked against the configuration before any weight is read: no tensor may be missing, and none left
@@ -86,6 +89,8 @@ def load(
     that cannot be sharded by the rules, and ValueError for another `dtype`, for rules without a mesh, or for a mesh
     without a device of this process.
     """
+    if dequantize and rounded_activations:
+        raise ValueError("dequantize, rounded_activations: found True and True; expected at most one of them")
     if dequantize:
         options = {"revision": revision, "check_finite": check_finite}
         model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
@@ -103,6 +108,7 @@ def load(
         if _version(directory) != version:
             raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
         config, source = as_stored(config, source)
+        config = with_rounding(config) if rounded_activations else config
         tree = dataclasses.replace(structure(config), origin=Origin(hub.lasting(path), revision))
         parts, name = stored_parts(tree, source), gguf_checkpoint.named(directory)
         account(name, config, parts, source, wanted, mesh)

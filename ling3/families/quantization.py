@@ -32,6 +32,8 @@ class Quantization:
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
     """Modules that are not quantized, even if a target names them."""
+    rounds: bool = False
+    """True if products round activations as the schemes say."""
 
     @staticmethod
     def read(raw: Any) -> "Quantization | None":
@@ -102,6 +104,20 @@ def quantization_of(config: Any) -> Quantization | None:
     return getattr(config, "quantization_config", None)
 
 
+def with_rounding(config: Any) -> Any:
+    """The config of the same model, in which products round activations as its format wants.
+
+    Raises ValueError if no format of the model says how.
+    """
+    own = quantization_of(config)
+    if own is None or not any(group.scheme.rounding for group in own.groups):
+        raise ValueError(
+            "rounded_activations: found True; expected False, since the checkpoint's quantization_config wants no "
+            "symmetric rounding of activations to 8 bits by a scale for each token"
+        )
+    return dataclasses.replace(config, quantization_config=dataclasses.replace(own, rounds=True))
+
+
 def in_floats(config: Any) -> Any:
     """The config of the same model without quantization."""
     if quantization_of(config) is None:
@@ -144,12 +160,14 @@ def quantized(
             numbers.append(path)
             assert scheme is not None
             try:
-                return scheme.init(linear, key=jax.random.fold_in(key, number), std=std)
+                matrix = scheme.init(linear, key=jax.random.fold_in(key, number), std=std)
+                return dataclasses.replace(matrix, rounding=scheme.rounding) if rounds and scheme.rounding else matrix
             except ValueError as error:
                 problems.append(f"{modules[0]}: {error}; ignore it, or use another group size")
         return linear
 
     numbers: list[str] = []
+    rounds = quantization.rounds
     tree = visit(model, "")
     if problems:
         raise ConfigError("quantization_config", problems)

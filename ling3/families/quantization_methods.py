@@ -31,6 +31,7 @@ from ling3.formats import (
 )
 from ling3.formats.integers import GROUPS
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 from ling3.runtime.quoting import shown
 
 COMPRESSED: Mapping[str, type[CompressedTensors]] = {
@@ -46,6 +47,8 @@ class Scheme:
     kind: type[QuantizedMatrix]
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the format's `init`: for integers their bits and group, for FP8 the kind of scales."""
+    rounding: Rounding | None = None
+    """How the format wants activations to be rounded, if it does; models do this only on request."""
 
     def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
         """A random matrix in this format of about the standard deviation `std`, with the shape and bias of `like`.
@@ -106,7 +109,8 @@ def _fp8(raw: Mapping[str, Any]) -> Read:
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
         ignore = ("lm_head",)  # the default of transformers
-    groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),)))]
+    rounding = Rounding("float", fp8.BLOCK)
+    groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),), rounding))]
     if raw.get("expert_dtype") == "fp4":
         groups.insert(0, SchemeGroup(("re:.*experts",), Scheme(Fp4)))
     return tuple(groups), ignore, problems
@@ -136,6 +140,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> Read:
         at = f"config_groups.{name}."
         own = raw.get("format") if group.get("format") is None else group["format"]
         scheme = _scheme(group.get("weights"), own, f"{at}weights", problems)
+        scheme = dataclasses.replace(scheme, rounding=_rounding(group.get("input_activations")))
         problems += _only(group, {"output_activations": (None,)}, (*_GROUP, "input_activations"), at)
         problems += _activations(group.get("input_activations"), f"{at}input_activations")
         groups.append(SchemeGroup(_strings(group, "targets", problems, at), scheme))
@@ -157,6 +162,13 @@ def _activations(raw: Any, at: str) -> Iterator[str]:
     values = {"num_bits": (8,), "type": ("int", "float"), "strategy": ("token",), "dynamic": (True,)}
     values |= {"group_size": (None,), "block_structure": (None,), "actorder": (None, False), "scale_dtype": (None,)}
     yield from _only(raw, values, ("symmetric", *_CALIBRATION), f"{at}.")
+
+
+def _rounding(raw: Any) -> Rounding | None:
+    """The rounding that the `input_activations` of a config group describe; None if there is none, or zero points."""
+    if not isinstance(raw, Mapping) or raw.get("symmetric") is False:
+        return None
+    return Rounding("int" if raw.get("type") == "int" else "float")
 
 
 def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:

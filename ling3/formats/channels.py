@@ -19,6 +19,7 @@ from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.fp8 import MOST
 from ling3.formats.matrix import rounded
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 
 _Own = TypeVar("_Own", bound="Channels")
 
@@ -124,6 +125,7 @@ class Int8Channels(Channels):
     weight_scale: Float[Array, "*stack out_features 1"]
     wide: bool = eqx.field(static=True, default=False)
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
@@ -145,6 +147,7 @@ class Fp8Channels(Channels):
     weight_scale: Float[Array, "*stack out_features 1"]
     wide: bool = eqx.field(static=True, default=False)
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 

@@ -17,6 +17,7 @@ from jaxtyping import AbstractDtype, Array, Float, Float8e4m3fn, Float32, Int, I
 
 from ling3.formats.matrix import QuantizedMatrix, along, exponents, power_of_two, rows_of
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 
 if TYPE_CHECKING:
     from typing import Annotated as BlockScale
@@ -55,6 +56,7 @@ class Fp8(QuantizedMatrix):
     weight_scale_inv: BlockScale[Array, "*stack blocks columns"]
     """A multiplier for each block, despite the suffix `_inv`."""
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 

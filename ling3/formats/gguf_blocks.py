@@ -18,6 +18,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, Integer, PRN
 
 from ling3.formats.matrix import QuantizedMatrix
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The sixteen levels of IQ4_NL."""
@@ -48,6 +49,7 @@ class GgufBlocks(QuantizedMatrix):
     narrow: bool = eqx.field(static=True, default=False)
     """True if `row` and `dense` round to bfloat16, as part of a bfloat16 model; products never round the weights."""
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32, PRNGKeyArray
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import along, rounded, rows_of
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 
 GROUPS = (32, 64, 128)
 """The group sizes that ling3 reads."""
@@ -59,6 +60,7 @@ class PackedIntegers(CompressedTensors):
     As in transformers, this depends on the dtype of the model.
     """
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 

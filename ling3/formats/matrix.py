@@ -18,6 +18,7 @@ from ling3.execution import Execution
 from ling3.layers.linear import Linear, Matrix
 from ling3.ops.precision import Wide
 from ling3.ops.quantized import Quantized
+from ling3.ops.rounding import Rounding
 
 _Own = TypeVar("_Own", bound="QuantizedMatrix")
 
@@ -30,6 +31,8 @@ class QuantizedMatrix(Matrix, Quantized):
     EMBEDS: ClassVar[bool] = False
     """True if an embedding may have this format."""
     bias: eqx.AbstractVar[Array | None]
+    rounding: eqx.AbstractVar[Rounding | None]
+    """How products round the activations that they multiply by the matrix; None if they do not."""
 
     @staticmethod
     @abstractmethod
@@ -55,6 +58,15 @@ class QuantizedMatrix(Matrix, Quantized):
     @abstractmethod
     def steps(self, field: str) -> tuple[int | None, int | None]:
         """Rows and columns of W that one element of this tensor describes; None for all of them."""
+
+    @property
+    def rounds(self) -> bool:
+        """True if products round the activations that they multiply by the matrix to 8 bits."""
+        return self.rounding is not None
+
+    def rounded(self, x: Float[Array, "*batch inner"]) -> Float[Array, "*batch inner"]:
+        """The activations as products multiply them by the matrix."""
+        return x if self.rounding is None else self.rounding(x)
 
     @property
     def operand(self) -> Quantized:

@@ -19,6 +19,7 @@ from jaxtyping import AbstractDtype, Array, Float, Float32, Int, Int8, Int32, PR
 from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.matrix import QuantizedMatrix, along, exponents, power_of_two
 from ling3.layers.linear import Linear
+from ling3.ops.rounding import Rounding
 
 if TYPE_CHECKING:
     from typing import Annotated as PowersOfTwo
@@ -93,6 +94,7 @@ class Mxfp4(FourBits, CompressedTensors):
     weight_packed: UInt8[Array, "*stack out_features bytes"]
     weight_scale: UInt8[Array, "*stack out_features groups"]
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 
@@ -134,6 +136,7 @@ class Fp4(FourBits):
     weight: Int8[Array, "*stack out_features bytes"]
     weight_scale_inv: PowersOfTwo[Array, "*stack out_features groups"]
     bias: Float[Array, "*stack out_features"] | None = None
+    rounding: Rounding | None = eqx.field(static=True, default=None)
     axes: tuple[str, ...] = eqx.field(static=True, default=())
     name: str = eqx.field(static=True, default="")
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from ling3.ops import rows as rows_of
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
-from ling3.ops.quantized import Quantized, constant, matrix_of, numbers
+from ling3.ops.quantized import Quantized, constant, matrix_of, numbers, rounded_for
 from ling3.ops.spread import Spread
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
@@ -70,12 +70,13 @@ def dense_experts(
     inner = x.dtype
     if any(isinstance(stack, Quantized) for stack in (gate_proj, up_proj, down_proj)):
         x = x.astype(dtype)
+    rows, rounded = rounded_for(gate_proj, x), functools.partial(rounded_for, down_proj)
     gate_proj, up_proj, down_proj = (numbers(w).astype(x.dtype) for w in (gate_proj, up_proj, down_proj))
     picks = jax.nn.one_hot(chosen, experts, dtype=dtype)
     share = jnp.sum(picks * weights.astype(dtype)[..., None], axis=1)
     stacks = (w.reshape(experts * intermediate, -1) for w in (gate_proj, up_proj))
-    gate, up = (times(x, w).astype(dtype) for w in stacks)
-    hidden = swiglu(gate, up).reshape(-1, experts, intermediate) * share[..., None]
+    gate, up = (times(rows, w).astype(dtype) for w in stacks)
+    hidden = rounded(swiglu(gate, up).reshape(-1, experts, intermediate)) * share[..., None]
     down = jnp.swapaxes(down_proj, 1, 2).reshape(experts * intermediate, -1)
     hidden = hidden.reshape(x.shape[0], -1).astype(inner).astype(x.dtype)
     y = jnp.matmul(hidden, down, precision=exact(x.dtype), preferred_element_type=dtype)

@@ -85,12 +85,12 @@ def decoded_product(
 ) -> Wide[Array, "*stack rows outer"]:
     """x Wᵀ with W decoded on the fly, some rows at a time if it is large; `times` multiplies by the decoded rows.
 
-    Factors are not rounded: x is widened to float32 if it is narrower. Differentiable with respect to x; a gradient
-    with respect to W raises TypeError.
+    Only x is rounded, and only if the matrix `rounds`; it is widened to float32 if it is narrower. Differentiable with
+    respect to x; a gradient with respect to W raises TypeError.
     """
     if matrix.ndim > 2:
         return lax.map(lambda own: decoded_product(own[1], own[0], times), (matrix, x))
-    own, x = constant(matrix), x.astype(wide(x.dtype))
+    own, x = constant(matrix), matrix.rounded(x).astype(wide(x.dtype))
     (outer, inner), step = own.shape, own.step
 
     def part(rows: Quantized) -> Array:

@@ -37,6 +37,15 @@ class Quantized(ABC):
         return 1
 
     @property
+    def rounds(self) -> bool:
+        """True if products round the activations that they multiply by the matrix to 8 bits."""
+        return False
+
+    def rounded(self, x: Float[Array, "*batch inner"]) -> Float[Array, "*batch inner"]:
+        """The activations as products multiply them by the matrix."""
+        return x
+
+    @property
     @abstractmethod
     def arrays(self) -> tuple[Shaped[Array, "*stack outer stored"], Shaped[Array, "*stack scales groups"]]:
         """The stored numbers and their scales, as the CPU kernels read them."""
@@ -104,3 +113,10 @@ def matrix_of(stack: Float[Array, "*stack rows columns"] | Quantized, i: Int[Arr
 def numbers(stack: Float[Array, "*stack rows columns"] | Quantized) -> Float[Array, "*stack rows columns"]:
     """A stack as an array; decoded to float32 if it is quantized."""
     return stack.decoded() if isinstance(stack, Quantized) else stack
+
+
+def rounded_for(
+    matrix: Float[Array, "*stack rows columns"] | Quantized, x: Float[Array, "*batch columns"]
+) -> Float[Array, "*batch columns"]:
+    """The activations as products multiply them by a matrix, which is an array or quantized."""
+    return matrix.rounded(x) if isinstance(matrix, Quantized) else x

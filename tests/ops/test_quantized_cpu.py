@@ -205,7 +205,8 @@ import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from ling3.ops.cpu import products
 case = np.load(sys.argv[1])
 scale = jnp.asarray(case["scale"].view(ml_dtypes.bfloat16))
-y = jax.jit(products.product)(jnp.asarray(case["x"]), products.Arrays(jnp.asarray(case["packed"]), scale))
+product = jax.jit(lambda x, packed, scale: products.product(x, products.Arrays(packed, scale)))
+y = product(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
 np.save(sys.argv[2], y)
 """
     environment = {**os.environ, "XLA_FLAGS": "", "NPROC": "1", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}

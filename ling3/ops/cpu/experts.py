@@ -27,6 +27,8 @@ def unsuited(
     In bfloat16 they are faster up to one row per expert on average. For more rows XLA uses the bfloat16 instructions
     that some processors have; the limit was measured on such a processor.
     """
+    if any(isinstance(stack, Quantized) and stack.rounds for stack in stacks):
+        return "the kernel does not round activations to 8 bits"
     arrays = [arrays_of(stack) for stack in stacks]
     gate, up, _ = arrays
     kinds = {(own.numbers.dtype, own.scale is not None and own.scale.dtype, own.macro) for own in arrays}

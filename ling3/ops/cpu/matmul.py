@@ -43,7 +43,7 @@ def product(
     if isinstance(weight, Quantized) and weight.ndim > 2:
         return lax.map(lambda own: product(own[1], own[0], sums), (weight, x))
     if runs("product", unsuited(x, weight, sums)):
-        return _decoded(x, constant(weight)) if isinstance(weight, Quantized) else _dense(x, weight)
+        return _decoded(weight.rounded(x), constant(weight)) if isinstance(weight, Quantized) else _dense(x, weight)
     if not isinstance(weight, Quantized):
         return _by_xla(x, weight, sums)
 

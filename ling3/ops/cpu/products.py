@@ -120,7 +120,7 @@ def expert_rows(
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros for rows without one.
 
-    No stack may be `unsuited`. All must have one macro, and `gate` and `up` one format; only types of blocks may differ.
+    No stack may be `unsuited`. All must have one macro, and `gate` and `up` one format; but types of blocks may differ.
     `order` has the rows sorted by expert, rows without one last; expert e has `counts[e]` rows from `starts[e]` on.
     Sums are in float32; between the two products a row has x's dtype. A row's result is bitwise independent of the
     other rows.
