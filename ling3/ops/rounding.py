@@ -1,16 +1,19 @@
 """Activations rounded to 8 bits and back, as servers of some quantized checkpoints multiply them."""
 
-from typing import Literal, NamedTuple
+import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Float32
 
 MOST = {"int": 127.5, "float": 448.0}
 """The magnitude of a token's largest number in units of its scale: half of INT8's range, or the end of E4M3's."""
 
 
-class Rounding(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rounding:
     """x' = scale · round(x / scale) in INT8 or E4M3, with a scale for each token or for each `group` of its numbers.
 
     scale = amax / 127.5 for INT8, whose integers end at -128 and 127, and amax / 448 for E4M3, computed in float32
@@ -34,9 +37,9 @@ def _rounded(rounding: Rounding, x: Float[Array, "*batch inner"]) -> Float[Array
         wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(batch) + [(0, -inner % group)])
         groups = wide.reshape(*batch, -1, group)
         most = jnp.float32(MOST[rounding.kind])
-        scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / most
+        scale = _divided(jnp.max(jnp.abs(groups), axis=-1, keepdims=True), most)
         scale = jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
-        own = groups / scale
+        own = _divided(groups, scale)
         if rounding.kind == "int":
             own = jnp.round(jnp.clip(own, -128, 127))
         else:
@@ -45,3 +48,8 @@ def _rounded(rounding: Rounding, x: Float[Array, "*batch inner"]) -> Float[Array
 
     straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), *tangents))
     return straight_through(x)
+
+
+def _divided(x: Float32[Array, "*shape"], by: Float32[Array, "..."]) -> Float32[Array, "*shape"]:
+    """x / by, rounded once. XLA would multiply by the reciprocal of a divisor that many elements share."""
+    return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))

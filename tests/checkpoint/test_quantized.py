@@ -295,15 +295,16 @@ def test_a_dense_layout_is_no_sparse_one(sparsity):
     assert dataclasses.replace(SIZES, quantization_config=raw).quantization_config.to_dict() == raw
 
 
-def test_asymmetric_integers_and_activations_are_refused():
-    for change in ({"symmetric": False}, {"actorder": "group"}):
+def test_scales_of_a_call_and_static_activations_are_refused():
+    for change in ({"dynamic": True}, {"block_structure": [128, 128]}):
         raw = compressed()
         raw["config_groups"]["group_0"]["weights"] |= change
         with pytest.raises(ConfigError, match=rf"group_0.weights.{next(iter(change))}: found"):
             dataclasses.replace(SIZES, quantization_config=raw)
     raw = compressed()
-    raw["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    with pytest.raises(ConfigError, match=r"group_0.input_activations: found .*; expected null"):
+    static = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    raw["config_groups"]["group_0"]["input_activations"] = static
+    with pytest.raises(ConfigError, match=r"(?s)group_0.input_activations.strategy: found 'tensor'.*dynamic: found"):
         dataclasses.replace(SIZES, quantization_config=raw)
 
 

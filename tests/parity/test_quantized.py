@@ -17,8 +17,10 @@ import transformers
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -26,6 +28,7 @@ import ling3
 from ling3.checkpoint.names import weights_of
 from ling3.formats import QuantizedMatrix
 from ling3.leaves import array_leaves
+from ling3.ops.rounding import Rounding
 
 SIZES = {
     "vocab_size": 97,
@@ -213,6 +216,31 @@ def test_transformers_reads_what_is_written_and_computes_the_same(checkpoint, to
     assert theirs.std() > 0.5
     np.testing.assert_allclose(own, dequantized, atol=1e-4)
     np.testing.assert_allclose(own, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_activations_are_rounded_as_theirs_bit_for_bit(kind):
+    x = np.random.default_rng(0).standard_normal((2, 7, 128)).astype(np.float32)
+    x[0, 3] = 0
+    how = QuantizationArgs(num_bits=8, type=kind, strategy="token", dynamic=True)
+    scale, zero = compute_dynamic_scales_and_zp(torch.as_tensor(x), how, torch.nn.Module())
+    theirs = fake_quantize(torch.as_tensor(x), scale, zero, how)
+    np.testing.assert_array_equal(Rounding(kind)(jnp.asarray(x)), theirs.numpy())
+
+
+def test_a_model_rounds_activations_only_on_request(checkpoint):
+    """transformers always does. In INT8 a token's largest number is halfway between codes, where sums' rounding decides."""
+    path = checkpoint("fp8-channels", "float32")
+    tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = theirs(torch.as_tensor(tokens)).logits[0].numpy()
+    own = ling3.load(path, jnp.float32, rounded_activations=True)
+    np.testing.assert_allclose(own(jnp.asarray(tokens, jnp.int32))[0], logits, atol=2e-4)
+    unrounded = ling3.load(path, jnp.float32)(jnp.asarray(tokens, jnp.int32))[0]
+    assert np.abs(unrounded - logits).max() > 0.1
+    with pytest.raises(ValueError, match="rounded_activations: found True; expected False, since the checkpoint's"):
+        ling3.load(checkpoint("int4", "float32"), rounded_activations=True)
 
 
 def test_a_dense_sparsity_config_changes_nothing(checkpoint, tmp_path):
