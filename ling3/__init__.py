@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ling3.interpret.trace import Trace, trace
     from ling3.intervention import Intervention
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
+    from ling3.mtp import mtp_logits
     from ling3.runtime.parameters import ParameterError
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
@@ -80,6 +81,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "look",
+    "mtp_logits",
     "quantize",
     "register_family",
     "save",
@@ -99,6 +101,7 @@ _MODULES = {
     "fleet": ("Fleet", "FleetError"),
     "generate": ("generate",),
     "model": ("CausalLM", "Decoder", "DecoderLayer", "Mixer"),
+    "mtp": ("mtp_logits",),
     "engine.capture": ("Capture", "Captured", "Routing"),
     "engine.outputs": ("Completion", "Delta", "Logprob", "RequestOutput", "Stats", "Timings"),
     "engine.sampling_params": ("SamplingParams",),
@@ -115,7 +118,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 # Packages and modules whose functions check the types of their arguments and results: those with arrays, and what a
 # user calls. In the others, many functions run for every token or tensor, and take less time than a check would.
 _CHECKED = (
-    *("ops", "layers", "formats", "model", "cache", "execution", "intervention", "mesh", "families"),
+    *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("checkpoint.copying", "checkpoint.loading", "checkpoint.quantizing"),
     *("checkpoint.safetensors_file", "checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture"),

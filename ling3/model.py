@@ -161,6 +161,7 @@ class CausalLM(eqx.Module):
 
     model: Decoder
     lm_head: Matrix | None  # [vocab, hidden]; None: the word embeddings serve as head too
+    mtp: tuple[Any, ...] = eqx.field(default=(), kw_only=True)  # `ling3.mtp.MTP`, which only `mtp_logits` runs
     config: Any = eqx.field(static=True)  # an instance of its family's config class
     origin: Origin = eqx.field(static=True, default=Origin())
 

@@ -226,6 +226,13 @@ def scored(model):
     model.step(tokens, model.init_cache(BATCH, PAGE), WHOLE.length, last=True)
 
 
+def mtp(module):
+    real = ling3.init(dataclasses.replace(SHORT, num_nextn_predict_layers=1), mtp=True, **OPTIONS)
+    [layer] = real.mtp
+    own = module.MTP(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)})
+    module.mtp_logits(dataclasses.replace(real, mtp=(own,)), jnp.zeros((BATCH, SEQ), jnp.int32))
+
+
 def sharded(module):
     real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
@@ -320,6 +327,7 @@ FILES = {
     "ops/conv": convolution,
     "cache": cache,
     "model": model,
+    "mtp": mtp,
     "mesh/sharded": sharded,
     "engine/pool": pool,
     "engine/forward": forward,

@@ -195,7 +195,8 @@ def halve(model: CausalLM, plan: AfdPlan, ranks: Iterable[int]) -> Halves:
     """Splits a model into halves, with the shards of the FFN workers `ranks`; the attention half is not copied."""
     layers = model.model.layers
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoE)]
-    attention = eqx.tree_at(lambda m: m.model.layers, model, tuple(map(without_experts, layers)))
+    plain = dataclasses.replace(model, mtp=())
+    attention = eqx.tree_at(lambda m: m.model.layers, plain, tuple(map(without_experts, layers)))
     return Halves(attention, tuple(_share(experts, plan.share(rank)) for rank in ranks))
 
 

@@ -5,7 +5,6 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from ling3.checkpoint.safetensors_file import (
 from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.sharding import processes
+from ling3.model import CausalLM
 
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
 """RoPE tables that older checkpoints store, such as Llama 2's. They follow from the configuration, so are ignored."""
@@ -34,20 +34,25 @@ ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
 
 def account(
     directory: pathlib.Path,
-    config: Any,
+    tree: CausalLM,
     parts: Parts,
     source: StoredTensors,
     wanted: np.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Checks every name, shape and dtype in the headers against the configuration, in both directions.
+    """Checks every name, shape and dtype in the headers against the structure of the model, in both directions.
 
-    RoPE tables and tensors that the family skips may be left over. A copy of a tensor (a tied `lm_head`) must equal the
-    original; on a mesh, each process compares its part of the bytes. `wanted` is the dtype to load floats in; with
-    None, all tensors of a stack must have one dtype. Raises CheckpointError with all problems, by kind.
+    RoPE tables may be left over, and tensors that the family skips, unless the model has its multi-token-prediction
+    layers. A copy of a tensor (a tied `lm_head`) must equal the original; on a mesh, each process compares its part of
+    the bytes. `wanted` is the dtype to load floats in; with None, all tensors of a stack must have one dtype. Raises
+    CheckpointError with all problems, by kind.
     """
     missing, shapes, dtypes, mixed, quantized = [], [], [], [], []
-    expected, family = set(), families.family_of(config)
+    expected, config, family = set(), tree.config, families.family_of(tree.config)
+
+    def skips(name: str) -> bool:
+        return ROTARY.search(name) is not None or (not tree.mtp and family.skips(name, config))
+
     for leaf, weights in parts:
         stored, known, fitting = {}, stored_as(leaf), []
         for weight in weights:
@@ -66,7 +71,7 @@ def account(
         quantized += _wrong_shapes(leaf, fitting, source)
         if len(stored) > 1 and (wanted is None or isinstance(leaf.module, QuantizedMatrix)):
             mixed.append(", ".join(f"{name} is {dtype}" for dtype, name in stored.items()))
-    others = [n for n in source if n not in expected and not ROTARY.search(n) and not family.skips(n, config)]
+    others = [name for name in source if name not in expected and not skips(name)]
     copies = {name: original for name in others if (original := family.copies(name, config)) is not None}
     left = [str(source[name]) for name in others if name not in copies]
     if missing or left or shapes or dtypes or mixed or quantized:

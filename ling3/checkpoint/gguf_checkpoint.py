@@ -95,7 +95,9 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
 
     `rope_freqs.weight` is left out, as the config has its scaling.
     """
-    paths, family = {leaf.path for leaf in array_leaves(structure(config))}, families.family_of(config)
+    predicts, family = families.without_mtp(config) is None, families.family_of(config)
+    paths = {leaf.path for leaf in array_leaves(structure(config, mtp=predicts))}
+    decoder_layers = config.num_hidden_layers if predicts else None
     paired = families.gguf_architecture(gguf).paired
     tensors: StoredTensors = {}
     parts: dict[str, list[str]] = {}
@@ -107,7 +109,7 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
     for name, tensor in sorted(gguf.tensors.items()):
         if name == ROPE_FREQUENCIES:
             continue
-        path = _path(name, paths)
+        path = _path(name, paths, decoder_layers)
         if path is None:
             tensors[name] = tensor
             continue
@@ -204,7 +206,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attn_kv_a_norm": ("attention.kv_a_layernorm",),
     **dict.fromkeys(("attn_k_b", "attn_v_b"), ("attention.kv_b_proj",)),
     "attn_gate": ("attention.g_proj",),
-    # The multi-token-prediction layer, which `load` skips.
+    # A multi-token-prediction layer.
     **{f"nextn.{name}": (name,) for name in ("eh_proj", "enorm", "hnorm")},
     **dict.fromkeys(("nextn.shared_head_norm", "layer_output_norm"), ("final_layernorm",)),
 }
@@ -214,16 +216,23 @@ FIELDS = {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias", "exp_p
 """The arrays of a layer that are named as a whole."""
 
 
-def _path(name: str, paths: set[str]) -> str | None:
-    """The path in the module tree of the tensor `name`; `{}` stands for an expert's number. None if it is unknown."""
+def _path(name: str, paths: set[str], decoder_layers: int | None) -> str | None:
+    """The path in the module tree of the tensor `name`; `{}` stands for an expert's number. None if it is unknown.
+
+    Layers from `decoder_layers` on, if it is not None, are those of multi-token prediction.
+    """
     if name in OUTSIDE:
         return OUTSIDE[name]
     if (found := _LAYER.fullmatch(name)) is None:
         return None
-    layer, stored = found.groups()
+    number, stored = int(found[1]), found[2]
+    if decoder_layers is None or number < decoder_layers:
+        layer = f"model.layers.{number}"
+    else:
+        layer = f"mtp.{number - decoder_layers}"
     if stored in FIELDS:
-        return f"model.layers.{layer}.{FIELDS[stored]}"
+        return f"{layer}.{FIELDS[stored]}"
     module, _, field = stored.rpartition(".")
-    candidates = [f"model.layers.{layer}.{path}.{field}" for path in LAYER.get(module, ())]
+    candidates = [f"{layer}.{path}.{field}" for path in LAYER.get(module, ())]
     path = next((path for path in candidates if path in paths), next(iter(candidates), None))
     return None if path is None else path.replace(".mlp.experts.", ".mlp.experts.{}.")

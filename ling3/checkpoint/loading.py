@@ -57,6 +57,7 @@ def load(
     check_finite: bool = True,
     dequantize: bool = False,
     rounded_activations: bool = False,
+    mtp: bool = False,
 ) -> CausalLM:
     """Loads the model in `path`: a checkpoint directory, a GGUF file, a hub id, or `"nano"`, which the package has.
 
@@ -69,8 +70,11 @@ def load(
     activations, which are not rounded to 8 bits, though servers of such a checkpoint do so. With `rounded_activations`
     they are, where the checkpoint's format says how (`ling3.ops.rounding`); MLA's `kv_b_proj` takes latents unrounded
     even then. Numbers times their scales are rounded to the dtype of the scales, except in a float32 model, as in
-    transformers. With `dequantize`,
-    quantized weights become dense matrices in `dtype` (bfloat16 if it is None), which training needs.
+    transformers. With `dequantize`, quantized weights become dense matrices in `dtype` (bfloat16 if it is None), which
+    training needs.
+
+    With `mtp`, multi-token-prediction layers are not skipped: they are `model.mtp`, for `ling3.mtp_logits`, and change
+    no other result.
 
     All headers are checked against the configuration before any weight is read: no tensor may be missing, and none left
     over except RoPE tables and multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal
@@ -84,15 +88,15 @@ def load(
     compare it), and its memory peaks at their size; with `dequantize`, each reads the entire model first. An error in
     one process fails all: the others raise a CheckpointError that names the process, its host and its error.
 
-    Raises CheckpointError for files that are damaged or do not fit the configuration, ConfigError for an invalid
-    configuration or one of an unknown family, `hub.resolve`'s errors if there is no checkpoint, MeshError for a model
-    that cannot be sharded by the rules, and ValueError for another `dtype`, for rules without a mesh, or for a mesh
-    without a device of this process.
+    Raises CheckpointError for files that are damaged or do not fit the configuration, and for `mtp` if it has no such
+    layers, ConfigError for an invalid configuration or one of an unknown family, `hub.resolve`'s errors if there is no
+    checkpoint, MeshError for a model that cannot be sharded by the rules, and ValueError for another `dtype`, for rules
+    without a mesh, or for a mesh without a device of this process.
     """
     if dequantize and rounded_activations:
         raise ValueError("dequantize, rounded_activations: found True and True; expected at most one of them")
     if dequantize:
-        options = {"revision": revision, "check_finite": check_finite}
+        options = {"revision": revision, "check_finite": check_finite, "mtp": mtp}
         model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
         return model if mesh is None else place(model, mesh, rules)
     refuse_fork()
@@ -101,29 +105,40 @@ def load(
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
     with _uncollected(), Together(mesh, CheckpointError) as together:
-        directory = hub.resolve(path, PATTERNS, revision)
-        version = _version(directory)
-        config = families.read_config(directory)
-        source = shards.open_all(directory)
-        if _version(directory) != version:
-            raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
-        config, source = as_stored(config, source)
-        config = with_rounding(config) if rounded_activations else config
-        tree = dataclasses.replace(structure(config), origin=Origin(hub.lasting(path), revision))
-        parts, name = stored_parts(tree, source), gguf_checkpoint.named(directory)
-        account(name, config, parts, source, wanted, mesh)
+        name, tree, source = _opened(path, revision, mtp, rounded_activations)
+        parts = stored_parts(tree, source)
+        account(name, tree, parts, source, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
         tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=_activations(parts, dtypes, wanted)), tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
-        together.check(same=hashlib.sha256(repr((config, dtypes)).encode()).hexdigest())
+        together.check(same=hashlib.sha256(repr((tree.config, dtypes)).encode()).hexdigest())
 
         arrays = _read(name, parts, dtypes, source, layout, check_finite)
         together.check()
         model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
-        if wrong := list(families.family_of(config).misfits(model)):
+        if wrong := list(families.family_of(tree.config).misfits(model)):
             kind = "numbers out of range; fetch the file again"
             raise CheckpointError(shards.complaint(name, [(kind, wrong)]))
     return model
+
+
+def _opened(
+    path: str | os.PathLike[str], revision: str | None, mtp: bool, rounded_activations: bool
+) -> tuple[pathlib.Path, CausalLM, StoredTensors]:
+    """The name of a checkpoint in messages, the structure of its model in the stored formats, and its tensors."""
+    directory = hub.resolve(path, PATTERNS, revision)
+    version = _version(directory)
+    config = families.read_config(directory)
+    source = shards.open_all(directory)
+    if _version(directory) != version:
+        raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
+    name = gguf_checkpoint.named(directory)
+    if mtp and (problem := families.without_mtp(config)):
+        raise CheckpointError(f"{name}: {problem}")
+    config, source = as_stored(config, source, mtp=mtp)
+    config = with_rounding(config) if rounded_activations else config
+    tree = structure(config, mtp=mtp)
+    return name, dataclasses.replace(tree, origin=Origin(hub.lasting(path), revision)), source
 
 
 @contextlib.contextmanager

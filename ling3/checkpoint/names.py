@@ -77,16 +77,20 @@ EXCEPTIONS: tuple[tuple[Callable[[ArrayLeaf], bool], Callable[[ArrayLeaf], Itera
 """Leaves that checkpoints store differently from the tree, and how. The first match applies."""
 
 
-def structure(config: Any, dtype: DTypeLike = jnp.bfloat16) -> CausalLM:
-    """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated."""
-    return _traced(config, jnp.dtype(dtype), family_of(config).init)
+def structure(config: Any, dtype: DTypeLike = jnp.bfloat16, *, mtp: bool = False) -> CausalLM:
+    """The model of `config` with a `jax.ShapeDtypeStruct` for each array: nothing is allocated.
+
+    With `mtp`, it has the multi-token-prediction layers too; raises ValueError if the config has none.
+    """
+    return _traced(config, jnp.dtype(dtype), family_of(config).init, mtp)
 
 
 @functools.lru_cache(maxsize=4)  # reading a file in blocks needs the same tree three times
-def _traced(config: Any, dtype: jnp.dtype, init_of_family: Callable[..., CausalLM]) -> CausalLM:
+def _traced(config: Any, dtype: jnp.dtype, init_of_family: Callable[..., CausalLM], mtp: bool) -> CausalLM:
     """The structure, which depends on the family's `init` too: a family may be registered again with another one."""
     del init_of_family
-    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype))  # the key is traced too
+    # The key is traced too.
+    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype, mtp=mtp))
 
 
 def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:
@@ -123,7 +127,7 @@ def stored_parts(model: CausalLM, names: Container[str]) -> Parts:
     return [(leaf, tuple(place(layout, weight) for weight in weights)) for leaf, weights in published]
 
 
-def weight_names(config: Any) -> Iterator[Weight]:
-    """Every tensor in a checkpoint of `config`, except those of multi-token prediction."""
-    for leaf in array_leaves(structure(config)):
+def weight_names(config: Any, *, mtp: bool = False) -> Iterator[Weight]:
+    """Every tensor in a checkpoint of `config`, those of multi-token prediction only with `mtp`."""
+    for leaf in array_leaves(structure(config, mtp=mtp)):
         yield from weights_of(leaf)

@@ -24,6 +24,7 @@ from ling3.formats import Mxfp4, PackedIntegers, QuantizedMatrix, fp8
 from ling3.formats.integers import GROUPS
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
+from ling3.model import CausalLM
 
 Format = Literal["int4", "int8", "fp8", "mxfp4"]
 """The formats that `quantize` writes."""
@@ -39,6 +40,7 @@ def quantize(
     revision: str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
+    mtp: bool = False,
 ) -> None:
     """Write the checkpoint `source` to the directory `out` with its matrices in 8 or 4 bits, in a published layout.
 
@@ -50,14 +52,15 @@ def quantize(
 
     Quotients are computed in float32, and ties are rounded to even. The embedding, norms, convolutions and routers stay
     unchanged, and so do the modules that `keep` names: by one or several consecutive parts of their name (`lm_head`,
-    `attention`, `layers.0.mlp`), or by a regex from the start of the name (`re:…`).
+    `attention`, `layers.0.mlp`), or by a regex from the start of the name (`re:…`). Multi-token-prediction layers are
+    left out, unless `mtp` is true; their matrices are then quantized too.
 
     Memory holds one tensor at a time, and the scales of one file. Atomic, like `save`, where `overwrite` and
     `max_shard_bytes` are explained. The tokenizer's files are copied.
 
     Raises CheckpointError if the source is quantized already, damaged, not finite or of a family that is never saved
     quantized, or if `out` is taken; ConfigError for columns that do not divide into groups; ValueError for another
-    format or group, and for a `keep` that matches no matrix.
+    format or group, and for a `keep` that matches no matrix. `mtp` raises CheckpointError as it does in `load`.
     """
     if to not in get_args(Format):
         raise ValueError(f"to: found {to!r}; expected one of {', '.join(get_args(Format))}")
@@ -71,6 +74,26 @@ def quantize(
         replacing.recover(target)
     replaced(target, overwrite, ())
     directory = hub.resolve(source, PATTERNS, revision)
+    plain, tensors = _in_floats(directory, mtp), shards.open_all(directory)
+    parts = stored_parts(plain, tensors)
+    account(directory, plain, parts, tensors)
+    said = _config(to, group or 32, _ignored(plain, tuple(keep)))
+    own = dataclasses.replace(plain.config, quantization_config=said)
+    sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
+
+    def stored(path: str) -> np.dtype:
+        first = next(weight for (known, _), weight in sources.items() if known == path)
+        return DTYPES[tensors[first.name].dtype]
+
+    tree = structure(own, stored("model.word_embeddings.weight"), mtp=mtp)
+    dtypes = {leaf.path: _dtype(leaf, stored) for leaf in array_leaves(tree)}
+    found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in array_leaves(tree)]
+    read, tokenizer = _Quantizer(tensors, sources).tensor, tokenizer_files.read(directory)
+    replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
+
+
+def _in_floats(directory: pathlib.Path, mtp: bool) -> CausalLM:
+    """The structure of a checkpoint's model. Raises CheckpointError if it is quantized, or could not be."""
     config = families.read_config(directory)
     if (quantization := quantization_of(config)) is not None:
         raise CheckpointError(
@@ -80,29 +103,14 @@ def quantize(
     if "quantization_config" not in fields or families.family_of(config).formats_in_headers:
         name = families.family_of(config).name
         raise CheckpointError(f"{directory}: is a {name}, of which ling3 writes no quantized checkpoints")
-    tensors = shards.open_all(directory)
-    parts = stored_parts(structure(config), tensors)
-    account(directory, config, parts, tensors)
-    own = dataclasses.replace(config, quantization_config=_config(to, group or 32, _ignored(config, tuple(keep))))
-    sources = {(leaf.path, weight.expert): weight for leaf, weights in parts for weight in weights}
-
-    def stored(path: str) -> np.dtype:
-        first = next(weight for (known, _), weight in sources.items() if known == path)
-        return DTYPES[tensors[first.name].dtype]
-
-    tree = structure(own, stored("model.word_embeddings.weight"))
-    dtypes = {leaf.path: _dtype(leaf, stored) for leaf in array_leaves(tree)}
-    found = [_with_dtype(leaf, dtypes[leaf.path]) for leaf in array_leaves(tree)]
-    read = _Quantizer(tensors, sources).tensor
-    tokenizer = tokenizer_files.read(directory)
-    replace(target, tree, plan_files(found, max_shard_bytes), read, tokenizer, overwrite, "quantizing")
+    if mtp and (problem := families.without_mtp(config)):
+        raise CheckpointError(f"{directory}: {problem}")
+    return structure(config, mtp=mtp)
 
 
-def _ignored(config: Any, keep: tuple[str, ...]) -> list[str]:
+def _ignored(model: CausalLM, keep: tuple[str, ...]) -> list[str]:
     """`keep` as regexes that compressed-tensors and transformers read alike. Raises ValueError if one has no match."""
-    modules = [
-        name for leaf in array_leaves(structure(config)) if isinstance(leaf.module, Matrix) for name in _modules(leaf)
-    ]
+    modules = [name for leaf in array_leaves(model) if isinstance(leaf.module, Matrix) for name in _modules(leaf)]
     ignored = []
     for name in keep:
         if name == "lm_head":  # a tied one has no matrix here, but other programs have a module of that name

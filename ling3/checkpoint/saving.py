@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Shaped
 from ling3.checkpoint import replacing, safetensors_file, shards, tokenizer_files
 from ling3.checkpoint.names import Weight, structure, weights_of
 from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
-from ling3.families import family_of, read_config
+from ling3.families import family_of, read_config, without_mtp
 from ling3.families.ling3_config import ConfigError
 from ling3.formats import QuantizedMatrix
 from ling3.leaves import ArrayLeaf, array_leaves
@@ -64,7 +64,7 @@ def save(
     """Write `model` to the directory `path` in the published layout, each array in the dtype it has.
 
     Saving a loaded checkpoint of the published layout gives the same tensors, with three exceptions:
-    multi-token-prediction layers, which `load` skips, are missing (`num_nextn_predict_layers` is 0), a copy of a tied
+    multi-token-prediction layers that `load` skipped are missing (`num_nextn_predict_layers` is 0), a copy of a tied
     `lm_head` is not repeated, and `A_log` has the shape that its family publishes ([heads] for Ling-3). More than
     `max_shard_bytes` goes into several files with an index. The tokenizer's files are copied from the checkpoint
     `tokenizer_from`: by default the one that the model was loaded from, if it has them; with None there are none.
@@ -129,7 +129,7 @@ def replace(
             for name, content in tokenizer.items():
                 _write(new / name, content)
             _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
-            config = family_of(model.config).without_skipped(model.config)
+            config = family_of(model.config).with_mtp_layers(model.config, len(model.mtp))
             raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
             _write(new / CONFIG, _json(raw))
             replacing.commit(new, target, old)
@@ -193,7 +193,9 @@ class _Stored(NamedTuple):
 
 def _checked_arrays(model: CausalLM) -> list[_Stored]:
     found, placement = list(array_leaves(model)), placement_of(model)
-    built = structure(model.config)
+    if model.mtp and (problem := without_mtp(model.config)):
+        raise CheckpointError(f"the model has multi-token-prediction layers, and its configuration none: {problem}")
+    built = structure(model.config, mtp=bool(model.mtp))
     wholes, shares = [leaf.value for leaf in array_leaves(built)], [WHOLE] * len(found)
     if placement is not None:
         layout = sharding.plan(built, placement.mesh, placement.rules)

@@ -27,19 +27,20 @@ FORMATS: Mapping[str, Scheme] = {
 """The format of a matrix, by the stored dtype of its `weight`, or by its blocks in a GGUF file."""
 
 
-def as_stored(config: Any, source: StoredTensors) -> tuple[Any, StoredTensors]:
+def as_stored(config: Any, source: StoredTensors, *, mtp: bool = False) -> tuple[Any, StoredTensors]:
     """The config with each matrix in the format that the headers show, and the tensors as that format has them.
 
-    AWQ and GPTQ become integers of compressed-tensors, in the config too. Raises CheckpointError for tensors that these
-    methods do not write, and for FP8 blocks that would span several matrices of a stack.
+    AWQ and GPTQ become integers of compressed-tensors, in the config too. Matrices of multi-token-prediction layers are
+    looked at only with `mtp`. Raises CheckpointError for tensors that these methods do not write, and for FP8 blocks
+    that would span several matrices of a stack.
     """
     said = quantization_of(config)
     source = repacked(source, said)
     if said is None or said.method not in ("awq", "gptq"):
-        return _with_stored_formats(config, source), source
+        return _with_stored_formats(config, source, mtp), source
     [scheme] = {group.scheme for group in said.groups}
     stored: dict[str, Scheme | None] = {}
-    for leaf, placed in stored_parts(structure(in_floats(config)), source):
+    for leaf, placed in stored_parts(structure(in_floats(config), mtp=mtp), source):
         if isinstance(leaf.module, Matrix) and leaf.field == "weight":
             modules = [own.name.removesuffix(".weight") for own in placed]
             stored |= {module: scheme if f"{module}.weight_packed" in source else None for module in modules}
@@ -48,14 +49,14 @@ def as_stored(config: Any, source: StoredTensors) -> tuple[Any, StoredTensors]:
     return dataclasses.replace(config, quantization_config=written if targets else None), source
 
 
-def _with_stored_formats(config: Any, source: StoredTensors) -> Any:
+def _with_stored_formats(config: Any, source: StoredTensors, mtp: bool) -> Any:
     """The config with each matrix in the format that the headers show; unchanged if it agrees with them already."""
     if not family_of(config).formats_in_headers and not any(tensor.block for tensor in source.values()):
         return config
     said = config.quantization_config
     plain = in_floats(config)
     stored: dict[str, Scheme | None] = {}
-    for leaf, placed in stored_parts(structure(plain), source):
+    for leaf, placed in stored_parts(structure(plain, mtp=mtp), source):
         if not isinstance(leaf.module, Matrix) or leaf.field != "weight":
             continue
         for published, own in zip(weights_of(leaf), placed, strict=True):

@@ -52,6 +52,8 @@ class Inspect(Command):
     """A checkpoint directory, a config.json, a GGUF file, a hub id, "nano" for the one in the package, or "tiny" or
     "flash" for the published configurations."""
     common: Common
+    mtp: bool = False
+    """Show the multi-token-prediction layers too, which are otherwise not loaded."""
     kernels: bool = False
     """Show which form of each operator runs here, and why a kernel does not suit; compiles the C++ kernels."""
     json: bool = False
@@ -71,7 +73,7 @@ def run(command: Inspect) -> None:
         fake_devices(command.devices.count)
     from ling3.interpret import inspect
 
-    report = inspect.report(command.model, revision=command.common.revision)
+    report = inspect.report(command.model, revision=command.common.revision, mtp=command.mtp)
     shown: ModelReport | MeshReport | KernelReport = _plan(command, report) if planning.plan else report
     if command.kernels:
         from ling3.interpret import kernels

@@ -29,6 +29,8 @@ class Quantize(Command):
     """With int4 and int8: consecutive numbers of a row that share a scale, 32 or 128; by default 32."""
     keep: str = "lm_head"
     """Modules that stay as they are: comma-separated parts of their names, or patterns (re:...)."""
+    mtp: bool = False
+    """Keep the multi-token-prediction layers, and quantize them too."""
 
 
 def run(command: Quantize) -> None:
@@ -38,5 +40,5 @@ def run(command: Quantize) -> None:
     keep = [name for name in command.keep.split(",") if name]
     revision = command.common.revision
     options = {"group": command.group, "keep": keep, "revision": revision, "overwrite": command.overwrite}
-    quantize(command.model, command.out, command.to, **options)
+    quantize(command.model, command.out, command.to, mtp=command.mtp, **options)
     print(f"{command.out}: {command.model} in {command.to}", file=sys.stderr)

@@ -139,7 +139,8 @@ def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid |
 def _is_large(model: CausalLM, execution: Execution) -> bool:
     """True if all matrices are so large that narrower prefill calls pay (`Execution.narrow_from`)."""
     least = execution.narrow_from
-    return least is not None and all(x.nbytes >= least for x in jax.tree.leaves(model) if x.ndim > 1)
+    weights = jax.tree.leaves((model.model, model.lm_head))
+    return least is not None and all(x.nbytes >= least for x in weights if x.ndim > 1)
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:

@@ -138,10 +138,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def fingerprint(model: CausalLM) -> str:
     """A short hash that identifies a model: of its config, and of elements sampled from every array.
 
-    It does not depend on the mesh. All processes of a mesh must call this together.
+    It does not depend on the mesh, nor on multi-token-prediction layers. All processes of a mesh must call this
+    together.
     """
     digest = hashlib.sha256(repr(model.config).encode())
-    found, shares, read = jax.tree.leaves(model), itertools.repeat(WHOLE), _elements
+    found, shares, read = jax.tree.leaves((model.model, model.lm_head)), itertools.repeat(WHOLE), _elements
     if (placement := placement_of(model)) is not None:
         shares, read = placement.shares, jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
     for leaf, share, shape in zip(found, shares, model.shapes):

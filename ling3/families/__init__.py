@@ -1,5 +1,6 @@
 """The registry of architectures: finds the family of a checkpoint; `register_family` adds one from outside."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -92,25 +93,33 @@ def init(
     dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
+    mtp: bool = False,
 ) -> CausalLM:
     """A model with random weights for a config of any family: matrices in `dtype`, norms and the like in float32.
 
-    Matrices that the config's `quantization_config` selects get random bits in their format.
+    Matrices that the config's `quantization_config` selects get random bits in their format. With `mtp`, the model has
+    the config's multi-token-prediction layers too (`model.mtp`); its other weights stay the same.
 
     With a `mesh`, the model is sharded over it by `rules`, as in `ling3.mesh.place`. The weights are those of the
     unsharded model: each array in turn is made on one device, and each process keeps its shards of it.
 
     Under `eqx.filter_eval_shape`, the result is the model's structure, and nothing is allocated.
 
-    Raises MeshError if the rules cannot shard the model, and ValueError for rules without a mesh, or for a mesh without
-    a device of this process.
+    Raises MeshError if the rules cannot shard the model, and ValueError for rules without a mesh, for a mesh without a
+    device of this process, or for `mtp` if the config has no such layers.
     """
     check(mesh, rules)
+    if mtp and (problem := without_mtp(config)):
+        raise ValueError(problem)
 
     family, quantization = family_of(config), quantization_of(config)
 
     def build(key: PRNGKeyArray) -> CausalLM:
         model = family.init(config, key=key, dtype=dtype)
+        if mtp and family.mtp is not None:
+            keys = enumerate(jax.random.split(jax.random.fold_in(key, 2), family.mtp_layers(config)))
+            layers = tuple(family.mtp(config, number, key=own, dtype=dtype) for number, own in keys)
+            model = dataclasses.replace(model, mtp=layers)
         if isinstance(quantization, Quantization):
             own, std = jax.random.fold_in(key, 1), config.initializer_range
             model = quantized(model, quantization, lambda name: family.published(name, config), key=own, std=std)
@@ -132,6 +141,17 @@ def init(
     one_by_one(lambda key: jax.tree.leaves(build(key)), key, take)
     made = [arrays[i] for i in range(len(arrays))]
     return jax.tree.unflatten(jax.tree.structure(tree), made) if layout is None else layout.model(tree, made)
+
+
+def without_mtp(config: Any) -> str | None:
+    """Why a model of this config has no multi-token-prediction layers that ling3 computes; None if it has some."""
+    family = family_of(config)
+    if family.mtp is None:
+        able = ", ".join(known.name for known in _FAMILIES if known.mtp is not None)
+        return f"mtp: ling3 computes no multi-token-prediction layers of {family.name}, only of {able}; leave mtp out"
+    if not family.mtp_layers(config):
+        return "mtp: num_nextn_predict_layers is 0: the model has no multi-token-prediction layers; leave mtp out"
+    return None
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:

@@ -93,7 +93,7 @@ class Rule:
     absent: Any = None
     """The value if a file lacks the field, or a function of the other values; if None, the field is required."""
     per_layer: bool = False
-    """True for a list with one entry per layer; further entries for multi-token-prediction layers are dropped."""
+    """True for a list with one entry per layer, which may also have one for each multi-token-prediction layer."""
     single: bool = False
     """True if a file may have a single entry instead of a list of one, and null instead of an empty list."""
     read: Callable[[Mapping[str, Any], list[str]], Any] | None = None
@@ -190,8 +190,9 @@ def check(config: Any, misfits: Callable[[], Iterable[str]]) -> None:
             problems.append(f"{name}: {found(value)}; expected {rule.describe()}; {advice}")
     if not problems:
         for name, rule in rules(type(config)).items():
-            entries, layers = getattr(config, name), getattr(config, "num_hidden_layers", None)
-            if rule.per_layer and entries is not None and len(entries) != layers:
+            entries = getattr(config, name)
+            if rule.per_layer and entries is not None and len(entries) not in _lengths(config):
+                layers = getattr(config, "num_hidden_layers", None)
                 problems.append(f"{name}: found {len(entries)} entries; expected one per layer, {layers}; correct it")
         problems += misfits()
     if problems:
@@ -242,8 +243,6 @@ def read(
         if values[name] is None:
             with contextlib.suppress(TypeError, ZeroDivisionError):  # if the other values are wrong themselves
                 values[name] = rule.absent(values) if callable(rule.absent) else rule.absent
-        if rule.per_layer:
-            values[name] = _without_mtp(values, values[name])
     try:
         made = config(**values)
     except ConfigError as error:
@@ -317,12 +316,10 @@ def found(value: object) -> str:
     )
 
 
-def _without_mtp(values: Mapping[str, Any], entries: Any) -> Any:
-    """A list with one entry per layer, without further entries for multi-token-prediction layers."""
-    layers, more = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
-    if isinstance(entries, list) and isinstance(layers, int) and isinstance(more, int) and 0 < layers < layers + more:
-        return entries[:layers] if len(entries) == layers + more else entries
-    return entries
+def _lengths(config: Any) -> tuple[int, int]:
+    """The lengths of a list with one entry per layer: without and with multi-token-prediction layers."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    return layers, layers + (getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
 def _refused(

@@ -52,12 +52,17 @@ class Family:
     formats_in_headers: bool = False
     """True if the headers of the files, and not the config, decide which matrices are in FP8 and FP4."""
     skips: Callable[[str, Any], bool] = lambda name, config: False
-    """`skips(name, config)`: True for a tensor of a checkpoint that the model does not have and `load` ignores."""
+    """`skips(name, config)`: True for a tensor that `load` ignores, unless it keeps multi-token-prediction layers."""
     copies: Callable[[str, Any], str | None] = lambda name, config: None
     """`copies(name, config)`: the name of the tensor of which this one is a copy, or None. `load` compares the two;
     `save` omits the copy."""
-    without_skipped: Callable[[Any], Any] = lambda config: config
-    """`without_skipped(config)`: the config that `save` writes, as it leaves out the tensors that `load` skips."""
+    mtp: Callable[..., Any] | None = None
+    """`mtp(config, number, *, key, dtype)`: a random multi-token-prediction layer, an `MTP`; None if ling3 computes no
+    such layers in this family."""
+    mtp_layers: Callable[[Any], int] = lambda config: 0
+    """`mtp_layers(config)`: the number of multi-token-prediction layers that a checkpoint has."""
+    with_mtp_layers: Callable[[Any, int], Any] = lambda config, count: config
+    """`with_mtp_layers(config, count)`: the config of a model with that many of these layers, as `save` writes it."""
     vary: Callable[[Any, Sequence[int] | None, Mapping[str, Any]], Any] = _vary
     """`vary(config, layers, fields)`: the config with new values of these fields in some layers, or in all for None."""
     gguf: tuple[GgufArchitecture, ...] = ()

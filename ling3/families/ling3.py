@@ -20,6 +20,7 @@ from ling3.families.gguf import (
     schedule,
 )
 from ling3.families.ling3_config import ABLATED, ABLATED_TYPE, ARCHITECTURES, MODEL_TYPE, Ling3Config
+from ling3.layers.draw import Draw
 from ling3.layers.kda import KDA, KDAConfig
 from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
@@ -27,6 +28,7 @@ from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig, Router
 from ling3.layers.norm import RMSNorm
 from ling3.model import CausalLM, Decoder, DecoderLayer
+from ling3.mtp import MTP
 from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 
@@ -67,7 +69,6 @@ def mla_config(config: Ling3Config) -> MLAConfig:
 def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
     """The settings of the experts of 0-based `layer`, with its overrides and clamps."""
     config = config.at(layer)
-    limits, shared_limits = config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list
     return MoEConfig(
         hidden=config.hidden_size,
         experts=config.num_experts,
@@ -80,9 +81,14 @@ def moe_config(config: Ling3Config, layer: int) -> MoEConfig:
         scaling=config.routed_scaling_factor,
         std=config.initializer_range,
         expert_bias=config.moe_router_enable_expert_bias,
-        swiglu=SwiGLU(limits[layer]) if limits else SWIGLU,
-        shared_swiglu=SwiGLU(shared_limits[layer]) if shared_limits else SWIGLU,
+        swiglu=_swiglu(config.expert_swiglu_limit_list, layer),
+        shared_swiglu=_swiglu(config.share_expert_swiglu_limit_list, layer),
     )
+
+
+def _swiglu(limits: Sequence[float] | None, layer: int) -> SwiGLU:
+    """The unit of a layer, clamped at its entry of a limit list; lists may lack multi-token-prediction layers."""
+    return SwiGLU(limits[layer]) if limits and layer < len(limits) else SWIGLU
 
 
 def init(config: Ling3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
@@ -120,6 +126,45 @@ def _layer(config: Ling3Config, layer: int, *, key: PRNGKeyArray, dtype: DTypeLi
     return DecoderLayer(RMSNorm.init(hidden, eps), attention, RMSNorm.init(hidden, eps), mlp)
 
 
+def mtp_layer(config: Ling3Config, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
+    """Multi-token-prediction layer `number`, with gated MLA and experts whatever the schedule of the decoder layers.
+
+    Its clamps are the entries of the limit lists after those of the decoder layers.
+    """
+    attention_key, mlp_key, projection_key = jax.random.split(key, 3)
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    return MTP(
+        enorm=RMSNorm.init(hidden, eps),
+        hnorm=RMSNorm.init(hidden, eps),
+        eh_proj=Draw(MTP, {"hidden": hidden}, iter([projection_key]), dtype, config.initializer_range)("eh_proj"),
+        input_layernorm=RMSNorm.init(hidden, eps),
+        attention=MLA.init(mla_config(config), key=attention_key, dtype=dtype),
+        post_attention_layernorm=RMSNorm.init(hidden, eps),
+        mlp=MoE.init(moe_config(config, config.num_hidden_layers + number), key=mlp_key, dtype=dtype),
+        final_layernorm=RMSNorm.init(hidden, eps),
+    )
+
+
+def mtp_layers(config: Ling3Config) -> int:
+    """The number of multi-token-prediction layers; one if the config does not say."""
+    return 1 if config.num_nextn_predict_layers is None else config.num_nextn_predict_layers
+
+
+def with_mtp_layers(config: Ling3Config, count: int) -> Ling3Config:
+    """The config of a model with `count` multi-token-prediction layers, without limits for any others."""
+    names, layers = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"), config.num_hidden_layers + count
+    limits = {name: own[:layers] for name in names if (own := getattr(config, name)) is not None}
+    return dataclasses.replace(config, num_nextn_predict_layers=count, **limits)
+
+
+def published_name(name: str, config: Ling3Config) -> str:
+    """The checkpoint's name of the tensor at the path `name`: MTP layers are numbered after the decoder layers."""
+    match name.split(".", 2):
+        case ["mtp", number, within]:
+            return f"model.layers.{config.num_hidden_layers + int(number)}.{within}"
+    return name
+
+
 _MTP = frozenset(
     {
         "attention",
@@ -135,11 +180,10 @@ _MTP = frozenset(
 
 
 def is_mtp(name: str, config: Ling3Config) -> bool:
-    """True for a tensor of a multi-token-prediction layer; if the config does not give their number, one is allowed."""
-    most = 1 if config.num_nextn_predict_layers is None else config.num_nextn_predict_layers
+    """True for a tensor of one of the config's multi-token-prediction layers."""
     match name.split("."):
         case ["model", "layers", layer, part, *_] if part in _MTP and layer.isdecimal():
-            return 0 <= int(layer) - config.num_hidden_layers < most
+            return 0 <= int(layer) - config.num_hidden_layers < mtp_layers(config)
     return False
 
 
@@ -217,8 +261,11 @@ FAMILY = Family(
     config=Ling3Config,
     read=Ling3Config.from_dict,
     init=init,
+    published=published_name,
     skips=is_mtp,
-    without_skipped=lambda config: dataclasses.replace(config, num_nextn_predict_layers=0),
+    mtp=mtp_layer,
+    mtp_layers=mtp_layers,
+    with_mtp_layers=with_mtp_layers,
     vary=vary,
     gguf=GGUF,
     ablations=ABLATIONS,

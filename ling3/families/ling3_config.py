@@ -95,9 +95,9 @@ def variant_field(default: Any, **rule: Any) -> Any:
 class Ling3Config:
     """The sizes and equations of a Ling-3 model (`BailingMoeV3ForCausalLM`), under the published field names.
 
-    Defaults are those of the published Ling-3.0-tiny. Lengths are in tokens, sizes in channels. `kda_lower_bound` is
-    None for the softplus decay (`kda_safe_gate: false` in config.json); the two limit lists have one number per layer,
-    0 for no clamp. Raises ConfigError, naming every field of the wrong type, out of range or at odds with the rest.
+    Defaults are Ling-3.0-tiny's. Lengths are in tokens, sizes in channels. `kda_lower_bound` is None for the softplus
+    decay (`kda_safe_gate: false` in config.json); the two limit lists have one number per layer, 0 for no clamp, maybe
+    MTP layers too. Raises ConfigError, naming every field of the wrong type, out of range or at odds with the rest.
     """
 
     # The import hook's type check would come before `__post_init__`, with an error that names no field to correct.
@@ -134,7 +134,7 @@ class Ling3Config:
     expert_swiglu_limit_list: tuple[float, ...] | None = field(None, ge=0, per_layer=True)
     share_expert_swiglu_limit_list: tuple[float, ...] | None = field(None, ge=0, per_layer=True)
     num_nextn_predict_layers: int | None = field(0, ge=0, le=64, aliases=("num_mtp_layers",))
-    """The number of multi-token-prediction layers, whose weights are not loaded; None if config.json does not say."""
+    """The number of multi-token-prediction layers, which `load` skips by default; None if config.json does not say."""
     initializer_range: float = field(0.02, gt=0, absent=0.02)
     eos_token_id: tuple[int, ...] = token_id((156895,), single=True)
     pad_token_id: int | None = field(156892, ge=-1, le=2**31 - 1)
@@ -397,4 +397,4 @@ def _parameters(c: Ling3Config) -> int:
     mla = queries + latent + hidden * heads * c.v_head_dim
     experts = c.num_experts * c.moe_intermediate_size + c.num_shared_experts * c.moe_shared_expert_intermediate_size
     mlp = 3 * hidden * (c.intermediate_size + experts)
-    return 2 * c.vocab_size * hidden + c.num_hidden_layers * (kda + mla + mlp)
+    return 2 * c.vocab_size * hidden + (c.num_hidden_layers + (c.num_nextn_predict_layers or 0)) * (kda + mla + mlp)

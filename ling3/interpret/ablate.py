@@ -319,7 +319,10 @@ def _cut(
 def _edited(
     model: CausalLM, mechanism: str, chosen: Mapping[int, Any], edits: Mapping[int, Mapping[str, Any]], value: Any
 ) -> CausalLM:
-    """Sets new fields in each chosen module, and the config field that the family has for the mechanism."""
+    """Sets new fields in each chosen module, and the config field that the family has for the mechanism.
+
+    Multi-token-prediction layers are dropped: they were trained on the hidden states of the whole model.
+    """
     if not chosen:
         return model
     new = []
@@ -334,4 +337,4 @@ def _edited(
             every = [i for i, module in having(model, mechanism).items() if type(module) is kind]
             config = family.vary(config, None if its == every else its, {word: value})
     model = eqx.tree_at(lambda m: [having(m, mechanism)[i] for i in chosen], model, new)
-    return dataclasses.replace(model, config=config)
+    return dataclasses.replace(model, config=config, mtp=())

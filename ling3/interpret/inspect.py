@@ -103,8 +103,11 @@ class ModelReport:
 
     @property
     def activated(self) -> int:
-        """The number of weights used in the forward pass of one token: all but the experts that it does not choose."""
-        unused = 0
+        """The number of weights used in the forward pass of one token.
+
+        These are all but the experts that it does not choose, and multi-token-prediction layers.
+        """
+        unused = sum(row.parameters for row in self.arrays if row.path.startswith("mtp."))
         for i, router in ablate.having(self.model, "experts per token").items():
             experts = f"model.layers.{i}.mlp.experts."
             routed = sum(row.parameters for row in self.arrays if row.path.startswith(experts))
@@ -186,15 +189,17 @@ class ModelReport:
         return parts
 
 
-def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None) -> ModelReport:
+def report(
+    source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None = None, mtp: bool = False
+) -> ModelReport:
     """Describes a checkpoint (directory, hub id or `"nano"`), a `config.json` or a configuration, without any weights.
 
     Shapes come from the configuration. Dtypes come from the headers of weights in the same directory if there are any,
     else from a model in `dtype`; caches are counted in `dtype`. From the hub only the configuration is fetched, at
-    `revision`: a branch, a tag or a commit.
+    `revision`: a branch, a tag or a commit. With `mtp`, the model has its multi-token-prediction layers.
 
-    Raises ConfigError for a configuration that no registered family reads, and the errors of `hub.resolve` if nothing
-    is found.
+    Raises ConfigError for a configuration that no registered family reads, ValueError for `mtp` if it has none, and the
+    errors of `hub.resolve` if nothing is found.
     """
     tensors: StoredTensors = {}
     problem = None
@@ -208,10 +213,10 @@ def report(source: Any, dtype: DTypeLike = jnp.bfloat16, *, revision: str | None
         try:
             if shards.holds_weights(directory):  # not if only the configuration was fetched
                 tensors = shards.open_all(directory)
-                config, tensors = as_stored(config, tensors)
+                config, tensors = as_stored(config, tensors, mtp=mtp)
         except CheckpointError as error:
             problem = str(error)
-    model = structure(config, dtype)
+    model = structure(config, dtype, mtp=mtp)
     stored = {own: tensor.block or tensor.dtype for own, tensor in tensors.items()}
     return ModelReport(name, model, tuple(_rows(model, stored)), _memory(model, dtype), bool(stored), problem)
 

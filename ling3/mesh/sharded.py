@@ -121,7 +121,7 @@ class Sharded(CausalLM):
                 return ShardedMatrix(matrix=node, exchange=how, axes=node.axes, name=node.name)
             return node
 
-        whole = CausalLM(self.model, self.lm_head, self.config)
+        whole = CausalLM(self.model, self.lm_head, self.config, mtp=self.mtp)
         units = lambda node: isinstance(node, Matrix | Experts)  # noqa: E731
         return jax.tree_util.tree_map_with_path(shared, whole, is_leaf=units)
 

@@ -64,7 +64,8 @@ class Layout:
     def model(self, tree: CausalLM, arrays: Sequence[jax.Array]) -> Sharded:
         """The model made of these arrays, with the structure of `tree`."""
         placed = jax.tree.unflatten(jax.tree.structure(tree), arrays)
-        return Sharded(placed.model, placed.lm_head, placed.config, placed.origin, placement=self.placement)
+        fields = placed.model, placed.lm_head, placed.config, placed.origin
+        return Sharded(*fields, mtp=placed.mtp, placement=self.placement)
 
 
 def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:

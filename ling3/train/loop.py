@@ -57,7 +57,10 @@ class Optimization:
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup, self.steps)
 
     def transformation(self, model: CausalLM) -> optax.GradientTransformation:
-        """Applies `method` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`)."""
+        """Applies `method` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`).
+
+        Multi-token-prediction layers stay as they are: the loss does not depend on them.
+        """
         rate, decay = self.schedule(), self.weight_decay
         if self.method == "muon":
             descent = optax.contrib.muon(
@@ -77,7 +80,9 @@ class Optimization:
             jax.tree.map(lambda _: "weight", eqx.filter(model, eqx.is_inexact_array)),
             replace_fn=lambda _: "expert_bias",
         )
-        return optax.partition({"weight": weights, "expert_bias": optax.sign_sgd(self.bias_rate)}, lambda _: labels)
+        labels = dataclasses.replace(labels, mtp=jax.tree.map(lambda _: "fixed", labels.mtp))
+        biases, fixed = optax.sign_sgd(self.bias_rate), optax.set_to_zero()
+        return optax.partition({"weight": weights, "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
 
 def _inner_matrices(weights: PyTree) -> PyTree:

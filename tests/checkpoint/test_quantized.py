@@ -258,7 +258,7 @@ def test_a_block_that_a_mesh_would_cut_is_refused(name, message):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method: found 'gptq'; expected fp8 or compressed-tensors"),
+        ({"quant_method": "eetq"}, "quant_method: found 'eetq'; expected fp8 or compressed-tensors or awq"),
         ({"quant_method": "fp8"}, "weight_block_size: not in this config; expected"),
         (CONFIGS["fp8"] | {"activation_scheme": "static"}, "activation_scheme: found 'static'; expected 'dynamic'"),
         (CONFIGS["fp8"] | {"weight_block_size": [64, 64]}, r"found \[64, 64\]; expected \[128, 128\]"),

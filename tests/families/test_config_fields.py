@@ -136,7 +136,7 @@ def test_what_changes_nothing_is_accepted():
     assert config_of(layer_note=3, output_hidden_states=True, window_layers=None, qkv_bias=False) == config_of()
 
 
-def test_entries_of_multi_token_prediction_are_cut_off():
+def test_a_list_may_have_entries_for_multi_token_prediction():
     @dataclasses.dataclass(frozen=True)
     class Predicting:
         num_hidden_layers: int = field(ge=1)
@@ -147,7 +147,8 @@ def test_entries_of_multi_token_prediction_are_cut_off():
             check(self, lambda: ())
 
     raw = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "ratios": [4, 128, 0]}
-    assert read(Predicting, raw, "config.json").ratios == (4, 128)
+    assert read(Predicting, raw, "config.json").ratios == (4, 128, 0)
+    assert read(Predicting, raw | {"ratios": [4, 128]}, "config.json").ratios == (4, 128)
     with pytest.raises(ConfigError, match="found 4 entries; expected one per layer, 2"):
         read(Predicting, raw | {"ratios": [1, 2, 3, 4]}, "config.json")
 

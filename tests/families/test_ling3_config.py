@@ -141,9 +141,10 @@ def test_the_safe_gate_off_means_no_bound():
     assert "kda_safe_gate: found 1" in refusal(changed(TINY, kda_safe_gate=1))
 
 
-def test_limits_of_the_mtp_layers_are_cut():
+def test_limits_of_the_mtp_layers_are_kept():
     config = Ling3Config.from_dict(changed(FLASH, expert_swiglu_limit_list=[4] * 43))
-    assert config.expert_swiglu_limit_list == (4.0,) * 42
+    assert config.expert_swiglu_limit_list == (4.0,) * 43
+    assert Ling3Config.from_dict(config.to_dict()) == config
     assert "found 44 entries; expected one per layer, 42" in refusal(changed(FLASH, expert_swiglu_limit_list=[4] * 44))
     assert "found 41 entries" in refusal(changed(FLASH, share_expert_swiglu_limit_list=[4] * 41))
 

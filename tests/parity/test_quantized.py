@@ -229,7 +229,7 @@ def test_activations_are_rounded_as_theirs_bit_for_bit(kind):
 
 
 def test_a_model_rounds_activations_only_on_request(checkpoint):
-    """transformers always does. In INT8 a token's largest number is halfway between codes, where sums' rounding decides."""
+    """transformers always does. (INT8's largest numbers are halfway between codes, where any rounding decides.)"""
     path = checkpoint("fp8-channels", "float32")
     tokens = np.random.default_rng(0).integers(3, 97, size=(1, 40))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -69,6 +69,8 @@ _STEMS = (
     (r"mlp\.shared_experts\.(gate|up|down)_proj", r"ffn_\1_shexp"),
     (r"mlp\.experts\.(gate|up|down)_proj", r"ffn_\1_exps"),
     (r"mlp\.gate", "ffn_gate_inp"),
+    (r"(eh_proj|enorm|hnorm)", r"nextn.\1"),
+    (r"final_layernorm", "layer_output_norm"),
 )
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -107,7 +109,8 @@ def _stored(name, array, config, layer):
         return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": values}
     module, _, field = name.rpartition(".")
     if module == "attention.g_proj":
-        return {f"{'attn_gate' if config.attention_kind(layer) == 'mla' else 'ssm_g_a'}.{field}": array}
+        kda = layer < config.num_hidden_layers and config.attention_kind(layer) == "kda"
+        return {f"{'ssm_g_a' if kda else 'attn_gate'}.{field}": array}
     if "conv1d" in module:
         array = array[None, :, None]
     if config.to_dict()["model_type"] == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
@@ -152,14 +155,16 @@ _HYBRID = {
 }
 
 
-def metadata_of(config, architecture):
-    """The metadata of a config's GGUF file, as far as it states the model."""
+def metadata_of(config, architecture, predicted=0):
+    """The metadata of a config's GGUF file, as far as it states the model; `predicted` layers of it are MTP's."""
     raw, keys = config.to_dict(), dict(_KEYS)
     if architecture.startswith("bailing"):
         keys |= _HYBRID
-        layers = range(config.num_hidden_layers)
+        kinds = [config.attention_kind(i) for i in range(config.num_hidden_layers)] + ["mla"] * predicted
         raw |= {
-            "attention.head_count_kv": [int(config.attention_kind(i) == "mla") for i in layers],
+            "num_hidden_layers": len(kinds),
+            "nextn_predict_layers": predicted,
+            "attention.head_count_kv": [int(kind == "mla") for kind in kinds],
             "attention.key_length_mla": config.qk_head_dim,
             "attention.key_length": config.latent_entry_dim,
             "expert_gating_func": 2,
@@ -167,6 +172,7 @@ def metadata_of(config, architecture):
         del keys["num_key_value_heads"]
     stated = {keys.get(name, name): value for name, value in raw.items() if value is not None}
     known = {*keys.values(), "attention.key_length_mla", "attention.head_count_kv", "expert_gating_func", "vocab_size"}
+    known |= {"nextn_predict_layers"} if predicted else set()
     floats = ("rope.freq_base", "expert_weights_scale", "kda.gate_lower_bound")
     own = {
         f"{architecture}.{key}": float(value) if key in floats else value
@@ -179,5 +185,5 @@ def metadata_of(config, architecture):
 
 def write_model(path, model, architecture, **changes):
     """Writes a model as a GGUF file in float32; `changes` are of the metadata, None for a key to leave out."""
-    metadata = {**metadata_of(model.config, architecture), **changes}
+    metadata = {**metadata_of(model.config, architecture, len(model.mtp)), **changes}
     return write(path, {key: value for key, value in metadata.items() if value is not None}, tensors_of(model))

@@ -68,68 +68,92 @@ REAL_HEADS = dataclasses.replace(
 """The published head and latent sizes, and a group of three KDA layers and one MLA, in a narrow model."""
 
 
+class Drawing:
+    """fp32 weights of a config's modules, drawn one after the other, under their published names."""
+
+    def __init__(self, config: Ling3Config, seed: int):
+        self.config, self.rng = config, np.random.default_rng(seed)
+        self.weights = {}
+
+    def linear(self, name: str, size_out: int, size_in: int, gain: float = 1.0) -> None:
+        self.weights[f"{name}.weight"] = gain / np.sqrt(size_in) * self.rng.standard_normal((size_out, size_in))
+
+    def norm(self, name: str, size: int) -> None:
+        self.weights[f"{name}.weight"] = self.rng.uniform(0.5, 1.5, size)
+
+    def mlp(self, name: str, intermediate: int) -> None:
+        hidden = self.config.hidden_size
+        self.linear(f"{name}.gate_proj", intermediate, hidden)
+        self.linear(f"{name}.up_proj", intermediate, hidden)
+        self.linear(f"{name}.down_proj", hidden, intermediate)
+
+    def kda(self, at: str) -> None:
+        config, rng = self.config, self.rng
+        heads, key, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
+        for n in "qkv":
+            self.linear(f"{at}.{n}_proj", heads * key, hidden)
+            shape = heads * key, 1, config.short_conv_kernel_size
+            self.weights[f"{at}.{n}_conv1d.weight"] = 0.5 * rng.standard_normal(shape)
+        self.linear(f"{at}.f_proj", heads * key, hidden)
+        self.linear(f"{at}.g_proj", heads * key, hidden)
+        self.linear(f"{at}.b_proj", heads, hidden)
+        self.weights[f"{at}.A_log"] = rng.uniform(-1.0, 1.0, heads)
+        self.weights[f"{at}.dt_bias"] = rng.uniform(-5.0, 1.0, heads * key)
+        self.norm(f"{at}.o_norm", key)
+        self.linear(f"{at}.o_proj", hidden, heads * key)
+
+    def mla(self, at: str) -> None:
+        config = self.config
+        heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        if config.q_lora_rank is None:
+            self.linear(f"{at}.q_proj", heads * (nope + rope), hidden, gain=1.5)
+        else:
+            self.linear(f"{at}.q_a_proj", config.q_lora_rank, hidden)
+            self.norm(f"{at}.q_a_layernorm", config.q_lora_rank)
+            self.linear(f"{at}.q_b_proj", heads * (nope + rope), config.q_lora_rank, gain=1.5)
+        self.linear(f"{at}.kv_a_proj_with_mqa", rank + rope, hidden)
+        self.norm(f"{at}.kv_a_layernorm", rank)
+        self.linear(f"{at}.kv_b_proj", heads * (nope + value), rank)
+        self.linear(f"{at}.g_proj", heads, hidden)
+        self.linear(f"{at}.dense", hidden, heads * value)
+
+    def moe(self, name: str) -> None:
+        config = self.config
+        self.linear(f"{name}.gate", config.num_experts, config.hidden_size, gain=1.5)
+        self.weights[f"{name}.gate.expert_bias"] = self.rng.uniform(-0.9, 0.1, config.num_experts)
+        for e in range(config.num_experts):
+            self.mlp(f"{name}.experts.{e}", config.moe_intermediate_size)
+        self.mlp(f"{name}.shared_experts", config.moe_shared_expert_intermediate_size * config.num_shared_experts)
+
+
 def draw(config: Ling3Config, seed: int) -> dict[str, np.ndarray]:
     """fp32 weights under their published names, large enough that logits have a standard deviation near 1.
 
     Decays lie between almost none and almost all; expert biases are mostly negative, and so are many biased scores.
     """
-    rng = np.random.default_rng(seed)
-    heads, key, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
-    nope, rope, value, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
-    taps = config.short_conv_kernel_size
-    weights = {}
-
-    def linear(name: str, size_out: int, size_in: int, gain: float = 1.0) -> None:
-        weights[f"{name}.weight"] = gain / np.sqrt(size_in) * rng.standard_normal((size_out, size_in))
-
-    def norm(name: str, size: int) -> None:
-        weights[f"{name}.weight"] = rng.uniform(0.5, 1.5, size)
-
-    def mlp(name: str, intermediate: int) -> None:
-        linear(f"{name}.gate_proj", intermediate, hidden)
-        linear(f"{name}.up_proj", intermediate, hidden)
-        linear(f"{name}.down_proj", hidden, intermediate)
-
-    weights["model.word_embeddings.weight"] = rng.standard_normal((config.vocab_size, hidden))
+    own, hidden = Drawing(config, seed), config.hidden_size
+    own.weights["model.word_embeddings.weight"] = own.rng.standard_normal((config.vocab_size, hidden))
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        at = f"{layer}.attention"
-        norm(f"{layer}.input_layernorm", hidden)
-        norm(f"{layer}.post_attention_layernorm", hidden)
-        if config.attention_kind(i) == "kda":
-            for n in "qkv":
-                linear(f"{at}.{n}_proj", heads * key, hidden)
-                weights[f"{at}.{n}_conv1d.weight"] = 0.5 * rng.standard_normal((heads * key, 1, taps))
-            linear(f"{at}.f_proj", heads * key, hidden)
-            linear(f"{at}.g_proj", heads * key, hidden)
-            linear(f"{at}.b_proj", heads, hidden)
-            weights[f"{at}.A_log"] = rng.uniform(-1.0, 1.0, heads)
-            weights[f"{at}.dt_bias"] = rng.uniform(-5.0, 1.0, heads * key)
-            norm(f"{at}.o_norm", key)
-            linear(f"{at}.o_proj", hidden, heads * key)
-        else:
-            if config.q_lora_rank is None:
-                linear(f"{at}.q_proj", heads * (nope + rope), hidden, gain=1.5)
-            else:
-                linear(f"{at}.q_a_proj", config.q_lora_rank, hidden)
-                norm(f"{at}.q_a_layernorm", config.q_lora_rank)
-                linear(f"{at}.q_b_proj", heads * (nope + rope), config.q_lora_rank, gain=1.5)
-            linear(f"{at}.kv_a_proj_with_mqa", rank + rope, hidden)
-            norm(f"{at}.kv_a_layernorm", rank)
-            linear(f"{at}.kv_b_proj", heads * (nope + value), rank)
-            linear(f"{at}.g_proj", heads, hidden)
-            linear(f"{at}.dense", hidden, heads * value)
+        own.norm(f"{layer}.input_layernorm", hidden)
+        own.norm(f"{layer}.post_attention_layernorm", hidden)
+        attention = own.kda if config.attention_kind(i) == "kda" else own.mla
+        attention(f"{layer}.attention")
         if config.mlp_kind(i) == "dense":
-            mlp(f"{layer}.mlp", config.intermediate_size)
+            own.mlp(f"{layer}.mlp", config.intermediate_size)
         else:
-            linear(f"{layer}.mlp.gate", config.num_experts, hidden, gain=1.5)
-            weights[f"{layer}.mlp.gate.expert_bias"] = rng.uniform(-0.9, 0.1, config.num_experts)
-            for e in range(config.num_experts):
-                mlp(f"{layer}.mlp.experts.{e}", config.moe_intermediate_size)
-            mlp(f"{layer}.mlp.shared_experts", config.moe_shared_expert_intermediate_size * config.num_shared_experts)
-    norm("model.norm", hidden)
-    linear("lm_head", config.vocab_size, hidden)
-    return {name: w.astype(np.float32) for name, w in weights.items()}
+            own.moe(f"{layer}.mlp")
+    own.norm("model.norm", hidden)
+    own.linear("lm_head", config.vocab_size, hidden)
+    for i in range(config.num_nextn_predict_layers or 0):
+        layer = f"model.layers.{config.num_hidden_layers + i}"
+        for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "final_layernorm"):
+            own.norm(f"{layer}.{name}", hidden)
+        own.linear(f"{layer}.eh_proj", hidden, 2 * hidden)
+        own.mla(f"{layer}.attention")
+        own.moe(f"{layer}.mlp")
+    return {name: w.astype(np.float32) for name, w in own.weights.items()}
 
 
 def to_bfloat16(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -182,7 +206,9 @@ def draw_well_posed(
     for seed in itertools.count(1):
         weights = to_bfloat16(draw(config, seed)) if bfloat16 else draw(config, seed)
         tokens = np.random.default_rng(seed).integers(0, config.vocab_size, length).tolist()
-        logits, stages = reference.forward({name: w.astype(np.float64) for name, w in weights.items()}, config, tokens)
+        wide = {name: w.astype(np.float64) for name, w in weights.items()}
+        logits, stages = reference.forward(wide, config, tokens)
+        reference.predict(wide, config, tokens, stages)
         if min(stage.min() for name, stage in stages.items() if name.endswith(".margin")) > 2e-5:
             return weights, tokens, logits, stages
     raise AssertionError("unreachable: seeds do not end")

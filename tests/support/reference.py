@@ -38,6 +38,23 @@ def forward(weights: Weights, config, tokens: list[int]) -> tuple[Array, dict[st
     return logits, stages
 
 
+def predict(weights: Weights, config, tokens: list[int], stages: dict[str, Array]) -> None:
+    """Adds the logits of each multi-token-prediction layer to `stages`, as `mtp.0` `[T - 1, vocab]`, `mtp.1`, ….
+
+    Layer k joins its predecessor's hidden state of token t (the first layer: the decoder's) with token t + 1 + k.
+    """
+    at, x, eps = Reader(weights, "model"), stages["model.norm"], config.rms_norm_eps
+    for k in range(config.num_nextn_predict_layers or 0):
+        i = config.num_hidden_layers + k
+        layer = at(f"layers.{i}")
+        e = rms_norm(at("word_embeddings").weight[np.asarray(tokens[k + 1 :])], layer("enorm").weight, eps)
+        x = layer.linear("eh_proj", np.concatenate([e, rms_norm(x[:-1], layer("hnorm").weight, eps)], axis=-1))
+        x = x + mla(layer("attention"), config, rms_norm(x, layer("input_layernorm").weight, eps))
+        x = x + moe(layer("mlp"), config, i, rms_norm(x, layer("post_attention_layernorm").weight, eps), stages)
+        x = rms_norm(x, layer("final_layernorm").weight, eps)
+        stages[f"mtp.{k}"] = x @ weights["lm_head.weight"].T
+
+
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """The weights under one name: `at("mlp")` goes deeper, `at.A_log` is an array, `at.linear("q_proj", x)` applies."""
@@ -133,7 +150,7 @@ def rotate(x: Array, theta: float) -> Array:
 def moe(at: Reader, config, layer: int, x: Array, stages: dict[str, Array]) -> Array:
     """`Σ_e w_e expert_e(x) + shared(x)`, `[T, D] -> [T, D]`, with the clamps of 0-based `layer`, if any."""
     routed, shared = (
-        limits[layer] if limits is not None else 0.0
+        limits[layer] if limits is not None and layer < len(limits) else 0.0
         for limits in (config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list)
     )
     gate = at("gate")

@@ -1,0 +1,100 @@
+"""Multi-token prediction: layers after the decoder's that predict tokens beyond the next one."""
+
+from typing import Annotated
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Int
+
+from ling3.cache import Span, State
+from ling3.execution import Execution
+from ling3.layers.linear import Matrix
+from ling3.layers.norm import RMSNorm
+from ling3.mesh.sharded import Sharded
+from ling3.model import CausalLM, DecoderLayer, FeedForward, Mixer
+from ling3.runtime.entry_checks import checks_ids
+
+
+class MTP(eqx.Module):
+    """A multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437, §2.2; names and order from Ling-3's checkpoints).
+
+        x = eh_proj([enorm(e_{t+1}), hnorm(h_t)])
+        y = final_layernorm(layer(x))                  layer: a decoder layer, of the fields that follow eh_proj
+
+    e is the embedding of a token and h the decoder's normed hidden state. The model's head turns y_t into the logits of
+    token t + 2; a further layer takes y_t in place of h_t, and e_{t+2}. Positions are those of the embedded tokens.
+    """
+
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: Annotated[Matrix, "hidden hidden+hidden"]
+    input_layernorm: RMSNorm
+    attention: Mixer
+    post_attention_layernorm: RMSNorm
+    mlp: FeedForward
+    final_layernorm: RMSNorm
+
+    def __call__(
+        self,
+        embedded: Float[Array, "batch seq hidden"],
+        hidden: Float[Array, "batch seq hidden"],
+        state: State | None,
+        span: Span,
+    ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
+        """y for each token of `embedded`, given the hidden state before it, and attention's state after the span."""
+        both = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
+        layer = DecoderLayer(self.input_layernorm, self.attention, self.post_attention_layernorm, self.mlp)
+        x, state = layer(self.eh_proj(both, span.execution), state, span)
+        return self.final_layernorm(x), state
+
+
+@checks_ids
+@eqx.filter_jit
+def mtp_logits(
+    model: CausalLM, tokens: Int[Array, "batch seq"], execution: Execution | None = None, *, layer: int = 0
+) -> Float32[Array, "batch predicted {model.config.vocab_size}"]:
+    """The logits of a multi-token-prediction layer: index t is of token t + 2 + layer, given those up to t + 1 + layer.
+
+    There are seq - 1 - layer of them. A layer beyond the first takes the hidden states of the one before it, as in
+    transformers' `MtpModel`. Compiled once per shape. `execution` selects the operators' forms, by default the
+    platform's.
+
+    Raises ValueError for a model without that layer (load it with `mtp=True`), for fewer than 2 + layer tokens, and for
+    ids outside [0, vocab), as `model(tokens)` does.
+    """
+    batch, seq = tokens.shape
+    if not 0 <= layer < len(model.mtp):
+        raise ValueError(
+            f"layer {layer}: the model has {len(model.mtp)} multi-token-prediction layers; load it with mtp=True, "
+            "which keeps those of its checkpoint"
+        )
+    if batch < 1 or seq < 2 + layer:
+        raise ValueError(
+            f"tokens has the shape {tokens.shape}, expected at least one row and {2 + layer} columns: the first token "
+            f"that is predicted follows {2 + layer} others"
+        )
+    execution = Execution.default() if execution is None else execution
+    predict = lambda part, tokens: part.logits(_predicted(part, tokens, layer, execution), execution)  # noqa: E731
+    if not isinstance(model, Sharded):
+        return predict(model, tokens)
+    where = PartitionSpec(model.placement.rows(batch))
+    return model.placement.run(predict, (tokens,), (where,), where, model.part)
+
+
+def _predicted(
+    model: CausalLM, tokens: Int[Array, "batch seq"], layer: int, execution: Execution
+) -> Float[Array, "batch predicted hidden"]:
+    """The normed hidden states of multi-token-prediction layer `layer`."""
+    batch, seq = tokens.shape
+    whole = Span.whole(batch, seq, execution)
+    hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), whole)
+    for i, own in enumerate(model.mtp[: layer + 1]):
+        following = tokens[:, i + 1 :]
+        start = jnp.full(batch, i + 1, jnp.int32)
+        span = Span(start, whole.length - start, None, execution, tokens=following)
+        with jax.named_scope(f"mtp.{i}"):
+            embedded = model.model.word_embeddings.embed(following, execution)
+            hidden, _ = own(embedded, hidden[:, :-1], None, span)
+    return hidden
