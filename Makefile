@@ -71,7 +71,7 @@ parity: .venv/installed-parity
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 --durations=10 -m "not exhaustive" tests/parity $(TABLES:%=--ignore=%)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TABLES)
 
-# A published GGUF file, SmolLM2-135M-Instruct; and every law of tokenizers on its vocabulary.
+# A published GGUF file, SmolLM2-135M-Instruct, also beside llama.cpp; and every law of tokenizers on its vocabulary.
 real: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
 

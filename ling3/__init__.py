@@ -120,8 +120,15 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 _CHECKED = (
     *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
-    *("checkpoint.copying", "checkpoint.loading", "checkpoint.quantizing"),
-    *("checkpoint.safetensors_file", "checkpoint.saving", "checkpoint.scales", "engine.at_end", "engine.capture"),
+    *("checkpoint.copying", "checkpoint.gguf_checkpoint", "checkpoint.gguf_file", "checkpoint.loading"),
+    *(
+        "checkpoint.quantizing",
+        "checkpoint.safetensors_file",
+        "checkpoint.saving",
+        "checkpoint.scales",
+        "engine.at_end",
+        "engine.capture",
+    ),
     *("engine.filters", "engine.forward", "engine.front", "engine.grammars", "engine.intake", "engine.masks"),
     *("engine.origins", "engine.plans", "engine.pool", "engine.runner", "engine.sampling", "engine.snapshots"),
     *("afd.attention_worker", "afd.ffn_worker", "afd.messages", "afd.operators", "afd.plan", "afd.system"),

@@ -6,10 +6,13 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import tempfile
 
+import gguf_files
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from exhaustive_cases import exhaustively
 from tiny import TINY, open_model
@@ -302,6 +305,16 @@ def windows(module):
     module.within(jnp.zeros(3, jnp.int32), 2)
 
 
+def gguf_file(module):
+    with tempfile.TemporaryDirectory() as directory:
+        path = gguf_files.write(pathlib.Path(directory) / "one.gguf", {}, {"one": np.ones((2, 3), np.float32)})
+        module.open_gguf(path).numbers("one")
+
+
+def gguf_checkpoint(module):
+    module.in_halves(np.ones((8, 3)), 2)
+
+
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
     *("afd/operators/sending", "afd/operators/batching", "model", "mesh/sharded", "engine/pool", "ops/attention"),
@@ -332,6 +345,8 @@ FILES = {
     "engine/pool": pool,
     "engine/forward": forward,
     "engine/masks": masks,
+    "checkpoint/gguf_file": gguf_file,
+    "checkpoint/gguf_checkpoint": gguf_checkpoint,
     "layers/csa": csa,
     "layers/hyper": hyper,
     "ops/compressed_attention": compressed_attention,

@@ -15,21 +15,24 @@ import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Shaped
 
 from ling3 import families
 from ling3.checkpoint.gguf_file import Gguf, open_gguf
-from ling3.checkpoint.gguf_vocabulary import tokenizer_files
+from ling3.checkpoint.gguf_vocabulary import PREFIX, tokenizer_files
 from ling3.checkpoint.names import structure
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors
 from ling3.families.gguf import ROPE_FREQUENCIES
 from ling3.leaves import array_leaves
+from ling3.runtime import quoting
+from ling3.runtime.quoting import shown
 
 
 class _Opened(NamedTuple):
     gguf: Gguf
     config: Any
-    tokenizer_error: CheckpointError | None
-    """Why the tokenizer cannot be read, if it cannot; the model can be used without it."""
+    tokenizer_error: CheckpointError | FileNotFoundError | None
+    """Why there is no tokenizer, if there is none; the model can be used without it."""
 
 
 _OPENED: dict[pathlib.Path, _Opened] = {}
@@ -53,6 +56,10 @@ def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Pat
     files, problem = {}, None
     try:
         files = tokenizer_files(gguf.metadata, str(path))
+        if not files:
+            kind = gguf.metadata.get(f"{PREFIX}model")
+            found = "none" if kind is None else shown(kind)
+            problem = FileNotFoundError(f"{path}: {PREFIX}model: found {found}, so the file has no tokenizer")
     except CheckpointError as error:
         problem = error
     raw = config.to_dict()
@@ -63,6 +70,7 @@ def _directory(path: pathlib.Path, version: tuple[int, int, int]) -> pathlib.Pat
     for name, content in {"config.json": json.dumps(raw, indent=2).encode(), **files}.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(content)
+    quoting.unpacked(target, path)
     _OPENED[target] = _Opened(_without_vocabulary(gguf), config, problem)
     return target
 
@@ -80,14 +88,9 @@ def tensors_of(directory: pathlib.Path) -> StoredTensors | None:
 
 
 def check_tokenizer(directory: pathlib.Path) -> None:
-    """Raises CheckpointError if `directory` was made of a GGUF file whose tokenizer cannot be read."""
+    """Raises CheckpointError or FileNotFoundError if the GGUF file of `directory` has no tokenizer that can be read."""
     if (opened := _OPENED.get(directory)) is not None and opened.tokenizer_error is not None:
         raise opened.tokenizer_error
-
-
-def named(directory: pathlib.Path) -> pathlib.Path:
-    """How messages name a directory: by the GGUF file that it was made of, if it was."""
-    return _OPENED[directory].gguf.path if directory in _OPENED else directory
 
 
 def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
@@ -167,7 +170,7 @@ def _made(gguf: Gguf, config: Any, names: list[str]) -> np.ndarray:
     return in_halves(gguf.tensors[name].array(), heads)
 
 
-def in_halves(stored: np.ndarray, heads: int) -> np.ndarray:
+def in_halves(stored: Shaped[np.ndarray, "rows ..."], heads: int) -> Shaped[np.ndarray, "rows ..."]:
     """The rows of each head in two halves, which RoPE rotates against each other, from rows in pairs."""
     pairs = stored.reshape(heads, -1, 2, *stored.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)

@@ -9,10 +9,11 @@ import itertools
 import math
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from ling3.checkpoint.safetensors_file import CheckpointError, OpenFile, StoredTensor
 from ling3.formats.gguf_blocks import BLOCKS, GgufBlocks
@@ -71,7 +72,7 @@ class Gguf(NamedTuple):
         own = BLOCKS[tensor.block]
         return *tensor.shape[:-1], tensor.shape[-1] // own.bytes * own.columns
 
-    def numbers(self, name: str) -> np.ndarray:
+    def numbers(self, name: str) -> Float32[np.ndarray, "..."]:
         """A tensor's numbers in float32; blocks are decoded. Raises CheckpointError if they cannot be read."""
         tensor = self.tensors[name]
         stored = tensor.array()
@@ -140,6 +141,7 @@ def _read(path: pathlib.Path) -> Gguf:
     return _Header(file, size).read()
 
 
+@no_type_check  # a header has hundreds of thousands of strings
 class _Header:
     """Reads a header from the start of a file to its end."""
 
@@ -183,22 +185,27 @@ class _Header:
         start = -(-self.at // alignment) * alignment
         return Gguf(path, metadata, self.placed(infos, start, alignment))
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, what: str) -> bytearray:
         """The next `count` bytes. Raises CheckpointError if the file ends before them."""
         end = self.at + count
-        if end > min(self.size, HEADER_BYTES):
-            raise CheckpointError(
-                f"{self.file.path}: {printable(what)}: takes {count:,} bytes from byte {self.at:,} on, and the file "
-                f"has {self.size:,}; it is truncated or damaged: fetch it again"
-            )
         if end > self.read_until:
-            more = bytearray(min(self.size, max(end, 2 * self.read_until)) - self.read_until)
-            self.file.fill(memoryview(more), self.read_until, what)
-            self.content += more
-            self.read_until += len(more)
-        taken = bytes(self.content[self.at : end])
+            self.read_on(end, what)
+        taken = self.content[self.at : end]
         self.at = end
         return taken
+
+    def read_on(self, end: int, what: str) -> None:
+        """Reads at least up to the byte `end`. Raises CheckpointError if the file ends before."""
+        most = min(self.size, HEADER_BYTES)
+        if end > most:
+            raise CheckpointError(
+                f"{self.file.path}: {printable(what)}: takes {end - self.at:,} bytes from byte {self.at:,} on, and the "
+                f"file has {self.size:,}; it is truncated or damaged: fetch it again"
+            )
+        more = bytearray(min(most, max(end, 2 * self.read_until)) - self.read_until)
+        self.file.fill(memoryview(more), self.read_until, what)
+        self.content += more
+        self.read_until += len(more)
 
     def scalar(self, code: str, what: str) -> Any:
         """A number, with NumPy's code for its type."""
@@ -215,11 +222,14 @@ class _Header:
 
     def string(self, what: str) -> str:
         """A string with its length before it."""
-        text = self.take(self.scalar("u8", what), what)
+        # Vocabularies have hundreds of thousands of strings: reading their lengths by NumPy would double the time.
+        text = self.take(int.from_bytes(self.take(8, what), "little"), what)
         try:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.file.path}: {printable(what)}: found {shown(text)}, no UTF-8") from error
+            raise CheckpointError(
+                f"{self.file.path}: {printable(what)}: found {shown(bytes(text))}, no UTF-8"
+            ) from error
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
         """A value of the metadata."""
@@ -234,6 +244,8 @@ class _Header:
             return self.scalars(_SCALARS[item], count, key)
         if 8 * count > self.size - self.at:  # every string and array has its length before it
             self.take(8 * count, key)
+        if item == _STRING:
+            return [self.string(key) for _ in range(count)]
         return [self.value(item, key, depth + 1) for _ in range(count)]
 
     def info(self, number: int, count: int) -> tuple[str, tuple[int, ...], int, int]:

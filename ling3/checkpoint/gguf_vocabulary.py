@@ -8,6 +8,7 @@ free, and no text gives them.
 import json
 import math
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,9 +62,9 @@ class Metadata:
     def strings(self, name: str) -> list[str] | None:
         """A list of strings that have a UTF-8 form."""
         values = self._list(name, (str,), "strings")
-        for i, value in enumerate(values or ()):
-            if not encodable(value):
-                raise self.error(name, f"{shown(value)} at {i}", "text that has a UTF-8 form")
+        if not encodable("".join(values or ())):  # all at once: vocabularies have hundreds of thousands
+            i, value = next((i, value) for i, value in enumerate(values or ()) if not encodable(value))
+            raise self.error(name, f"{shown(value)} at {i}", "text that has a UTF-8 form")
         return values
 
     def numbers(self, name: str, types: tuple[type, ...], count: int) -> list[Any]:
@@ -250,7 +251,7 @@ def _splitting(values: Metadata) -> Splitting:
         raise CheckpointError(
             f"{values.source}: {PREFIX}pre: found {found}; expected the name of a known way to split texts, as another "
             f"way gives other ids; use the original checkpoint's tokenizer, or {_repair('pre')}\n"
-            f"the known names: {', '.join(sorted(SPLITTINGS))}"
+            + textwrap.fill(f"the known names: {', '.join(sorted(SPLITTINGS))}", 120)
         )
     return SPLITTINGS[name]
 
@@ -265,9 +266,9 @@ def _merges(values: Metadata, vocabulary: Vocabulary) -> list[tuple[str, str]] |
         left, _, right = text.partition(" ")
         if not left or not right or " " in right:
             raise values.error("merges", f"{shown(text)} at {i}", "two tokens with a space between them")
-        for token in (left, right, left + right):
-            if token not in known:
-                raise values.error("merges", f"{shown(text)} at {i}, but no token {shown(token)}", "merges of tokens")
+        if left not in known or right not in known or left + right not in known:
+            absent = next(token for token in (left, right, left + right) if token not in known)
+            raise values.error("merges", f"{shown(text)} at {i}, but no token {shown(absent)}", "merges of tokens")
         merges.append((left, right))
     return merges
 

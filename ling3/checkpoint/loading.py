@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from ling3 import families
-from ling3.checkpoint import gguf_checkpoint, hub, shards
+from ling3.checkpoint import hub, shards
 from ling3.checkpoint.accounting import account, kind_of, stored_as
 from ling3.checkpoint.copying import Copier, Copy
 from ling3.checkpoint.names import Parts, Weight, stored_parts, structure, weight_names
@@ -105,40 +105,39 @@ def load(
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
     with _uncollected(), Together(mesh, CheckpointError) as together:
-        name, tree, source = _opened(path, revision, mtp, rounded_activations)
+        directory, tree, source = _opened(path, revision, mtp, rounded_activations)
         parts = stored_parts(tree, source)
-        account(name, tree, parts, source, wanted, mesh)
+        account(directory, tree, parts, source, wanted, mesh)
         dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
         tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=_activations(parts, dtypes, wanted)), tree)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((tree.config, dtypes)).encode()).hexdigest())
 
-        arrays = _read(name, parts, dtypes, source, layout, check_finite)
+        arrays = _read(directory, parts, dtypes, source, layout, check_finite)
         together.check()
         model = jax.tree.unflatten(jax.tree.structure(tree), arrays) if layout is None else layout.model(tree, arrays)
         if wrong := list(families.family_of(tree.config).misfits(model)):
             kind = "numbers out of range; fetch the file again"
-            raise CheckpointError(shards.complaint(name, [(kind, wrong)]))
+            raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
 
 
 def _opened(
     path: str | os.PathLike[str], revision: str | None, mtp: bool, rounded_activations: bool
 ) -> tuple[pathlib.Path, CausalLM, StoredTensors]:
-    """The name of a checkpoint in messages, the structure of its model in the stored formats, and its tensors."""
+    """The directory of a checkpoint, the structure of its model in the stored formats, and its tensors."""
     directory = hub.resolve(path, PATTERNS, revision)
     version = _version(directory)
     config = families.read_config(directory)
     source = shards.open_all(directory)
     if _version(directory) != version:
         raise CheckpointError(f"{directory}: was replaced while it was being loaded; load it again")
-    name = gguf_checkpoint.named(directory)
     if mtp and (problem := families.without_mtp(config)):
-        raise CheckpointError(f"{name}: {problem}")
+        raise CheckpointError(f"{directory}: {problem}")
     config, source = as_stored(config, source, mtp=mtp)
     config = with_rounding(config) if rounded_activations else config
     tree = structure(config, mtp=mtp)
-    return name, dataclasses.replace(tree, origin=Origin(hub.lasting(path), revision)), source
+    return directory, dataclasses.replace(tree, origin=Origin(hub.lasting(path), revision)), source
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 EXCEPTIONS lists the exceptions of layers; `Family.published` and `Family.published_shape` add those of a family.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container, Iterator
@@ -13,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ling3.families import Place, family_of, init
+from ling3.families import Place, family_of, in_formats, init
+from ling3.families.quantization import in_floats
 from ling3.layers.conv import ShortConv
 from ling3.layers.kda import KDA
 from ling3.layers.linear import Matrix
@@ -87,10 +89,15 @@ def structure(config: Any, dtype: DTypeLike = jnp.bfloat16, *, mtp: bool = False
 
 @functools.lru_cache(maxsize=4)  # reading a file in blocks needs the same tree three times
 def _traced(config: Any, dtype: jnp.dtype, init_of_family: Callable[..., CausalLM], mtp: bool) -> CausalLM:
-    """The structure, which depends on the family's `init` too: a family may be registered again with another one."""
-    del init_of_family
-    # The key is traced too.
-    return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype, mtp=mtp))
+    """The structure, which depends on the family's `init` too: a family may be registered again with another one.
+
+    That of a quantized model is made from that of the model in floats, which finding its formats needs as well.
+    """
+    if (plain := in_floats(config)) is config:
+        # The key is traced too.
+        return eqx.filter_eval_shape(lambda: init(config, key=jax.random.key(0), dtype=dtype, mtp=mtp))
+    model = dataclasses.replace(_traced(plain, dtype, init_of_family, mtp), config=config)
+    return eqx.filter_eval_shape(lambda own: in_formats(own, jax.random.key(0)), model)
 
 
 def weights_of(leaf: ArrayLeaf) -> Iterator[Weight]:

@@ -106,8 +106,8 @@ class Ling3LM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The checkpoint's directory, by which the harness keeps its caches apart."""
-        return str(self.tokenizer.directory).replace("/", "__")
+        """The checkpoint's directory or file, by which the harness keeps its caches apart."""
+        return self.tokenizer.name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation, rendered by the checkpoint's chat template."""

@@ -74,7 +74,7 @@ def start_token(tokenizer: Tokenizer) -> int:
     named = [tokenizer.token_named(name) for name in ("bos_token", "eos_token")]
     found = [token for token in (*named, *tokenizer.eos_token_ids) if token is not None]
     if not found:
-        raise ValueError(f"{tokenizer.directory}: no token begins or ends a text, so none can stand before its first")
+        raise ValueError(f"{tokenizer.name}: no token begins or ends a text, so none can stand before its first")
     return found[0]
 
 

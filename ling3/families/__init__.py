@@ -16,7 +16,7 @@ from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
 from ling3.families.gguf import Contents, GgufArchitecture
-from ling3.families.quantization import Quantization, quantization_of, quantized
+from ling3.families.quantization import quantization_of, quantized
 from ling3.layers.scope import with_names
 from ling3.mesh.making import one_by_one
 from ling3.mesh.rules import Rules
@@ -120,10 +120,7 @@ def init(
             keys = enumerate(jax.random.split(jax.random.fold_in(key, 2), family.mtp_layers(config)))
             layers = tuple(family.mtp(config, number, key=own, dtype=dtype) for number, own in keys)
             model = dataclasses.replace(model, mtp=layers)
-        if isinstance(quantization, Quantization):
-            own, std = jax.random.fold_in(key, 1), config.initializer_range
-            model = quantized(model, quantization, lambda name: family.published(name, config), key=own, std=std)
-        return with_names(model)
+        return in_formats(model, key)
 
     if mesh is None and (quantization is None or isinstance(key, Tracer)):
         return build(key)
@@ -152,6 +149,15 @@ def without_mtp(config: Any) -> str | None:
     if not family.mtp_layers(config):
         return "mtp: num_nextn_predict_layers is 0: the model has no multi-token-prediction layers; leave mtp out"
     return None
+
+
+def in_formats(model: CausalLM, key: PRNGKeyArray) -> CausalLM:
+    """The model with random bits for each matrix that its config's `quantization_config` selects, and with names."""
+    config, family = model.config, family_of(model.config)
+    if (quantization := quantization_of(config)) is not None:
+        own, std = jax.random.fold_in(key, 1), config.initializer_range
+        model = quantized(model, quantization, lambda name: family.published(name, config), key=own, std=std)
+    return with_names(model)
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:

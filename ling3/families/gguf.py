@@ -75,6 +75,10 @@ class GgufArchitecture:
         raw |= self.more(contents, keys)
         if (said := keys.get("vocab_size", rows := raw["vocab_size"])) != rows:
             raise ValueError(f"{prefix}vocab_size: found {shown(said)}; expected {rows}, the rows of token_embd.weight")
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > rows:
+            found = f"tokenizer.ggml.tokens: found {len(tokens):,} tokens"
+            raise ValueError(f"{found}; expected at most {rows:,}, the rows of token_embd.weight; fetch the file again")
         return raw
 
     def key_of(self, field: str) -> str:

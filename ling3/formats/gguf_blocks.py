@@ -6,6 +6,7 @@ give the same bits (ggml/src/ggml-common.h and ggml-quants.c of llama.cpp).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple, NoReturn
 
@@ -56,19 +57,13 @@ class GgufBlocks(QuantizedMatrix):
     @staticmethod
     def init(like: Linear, *, key: PRNGKeyArray, std: float, block: str = "Q4_0") -> "GgufBlocks":
         """Random codes under equal scales. Raises ValueError if the columns are no multiple of the block."""
-        (*rest, inner), own = like.shape, BLOCKS[block]
+        inner, own = like.shape[-1], BLOCKS[block]
         if inner % own.columns:
             raise ValueError(f"found {inner} columns; expected a multiple of the block of {block}, {own.columns}")
-        blocks = jax.random.bits(key, (*rest, inner // own.columns, own.bytes), jnp.uint8)
-        scale = std / own.rms
-        for place, value in own.scales.items():
-            stored = np.frombuffer(np.float16(value * scale).tobytes(), np.uint8)
-            blocks = blocks.at[..., place : place + 2].set(stored)
-        if not own.scales:
-            blocks = blocks.at[..., 0].set(min(254, max(0, 127 + round(float(np.log2(scale))))))
         narrow = like.dtype == jnp.bfloat16
-        weight = blocks.reshape(*rest, inner // own.columns * own.bytes)
-        return GgufBlocks(weight=weight, block=block, narrow=narrow, bias=like.bias, axes=like.axes)
+        return GgufBlocks(
+            weight=_drawn(key, like.shape, block, std), block=block, narrow=narrow, bias=like.bias, axes=like.axes
+        )
 
     def encode(self, numbers: Float32[np.ndarray, "rows columns"], dtype: np.dtype) -> NoReturn:
         """Raises TypeError, since ling3 reads these types and does not write them."""
@@ -240,3 +235,17 @@ def _in_units(block: UInt8[Array, "*batch bytes"], codes: UInt8[Array, "*batch 8
     minima = jnp.concatenate([minimum & 63, rest >> 4 | minimum >> 2 & 48], axis=-1)
     wide, least = _half(block, 0) * _floats(scales), _half(block, 2) * _floats(minima)
     return (wide[..., None] * _floats(codes) - least[..., None]).reshape(*block.shape[:-1], 256)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _drawn(key: PRNGKeyArray, shape: tuple[int, ...], block: str, std: float) -> UInt8[Array, "*stack rows bytes"]:
+    """Random codes under equal scales, for a matrix of this shape. Traced once for all matrices of one shape."""
+    (*rest, inner), own = shape, BLOCKS[block]
+    blocks = jax.random.bits(key, (*rest, inner // own.columns, own.bytes), jnp.uint8)
+    scale = std / own.rms
+    for place, value in own.scales.items():
+        stored = np.frombuffer(np.float16(value * scale).tobytes(), np.uint8)
+        blocks = blocks.at[..., place : place + 2].set(stored)
+    if not own.scales:
+        blocks = blocks.at[..., 0].set(min(254, max(0, 127 + round(float(np.log2(scale))))))
+    return blocks.reshape(*rest, inner // own.columns * own.bytes)

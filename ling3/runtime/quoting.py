@@ -1,8 +1,25 @@
 """Quoting untrusted text in messages: escaped, so that it cannot control a terminal, and cut to fit a screen."""
 
+import os
 from typing import Any
 
 LONGEST_VALUE, LONGEST_LINE, MOST_LINES = 80, 600, 24
+
+_FILES: dict[str, str] = {}
+"""The files that messages name in place of temporary directories, by the directory."""
+
+
+def unpacked(directory: os.PathLike[str], file: os.PathLike[str]) -> None:
+    """Makes messages name `file` in place of the temporary `directory`, which has its contents."""
+    _FILES[os.fspath(directory)] = os.fspath(file)
+
+
+def named(text: object) -> str:
+    """`text` with the names of files in place of the temporary directories that have their contents."""
+    written = str(text)
+    for directory, file in _FILES.items():
+        written = written.replace(f"{directory}{os.sep}", f"{file}, ").replace(directory, file)
+    return written
 
 
 def shown(value: Any) -> str:
@@ -23,8 +40,8 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
 
 
 def message(text: str, longest: int = LONGEST_LINE) -> str:
-    """An error's message with printable lines, cut in length and number to fit on a screen."""
-    lines = text.split("\n")
+    """An error's message with printable lines that name no temporary directory, cut to fit on a screen."""
+    lines = named(text).split("\n")
     more = [f"  ... and {len(lines) - MOST_LINES + 1:,} more"] if len(lines) > MOST_LINES else []
     return "\n".join([printable(line, longest) for line in lines[: MOST_LINES - len(more)]] + more)
 

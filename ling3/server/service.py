@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from ling3.engine.outputs import Delta, Stats
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime.parameters import ParameterError
+from ling3.runtime.quoting import named
 from ling3.serve import Engine, QueueFull
 from ling3.server import log
 from ling3.server.errors import ApiError, wrong
@@ -83,8 +84,8 @@ class Service:
         """An error's message without file paths of this machine."""
         message = str(error)
         for template in self.tokenizer.chat_templates.values():
-            message = message.replace(template.origin, "the chat template")
-        return message.replace(str(self.tokenizer.directory), "the model")
+            message = message.replace(named(template.origin), "the chat template")
+        return message.replace(self.tokenizer.name, "the model")
 
     async def start(
         self, prompts: Sequence[list[int]], params: SamplingParams, name: str, grammar: str | None = None

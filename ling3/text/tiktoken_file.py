@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from ling3.checkpoint.gguf_splitting import KIMI
 from ling3.runtime import regular_file
 from ling3.runtime.quoting import shown
 from ling3.text.added_tokens import SETTINGS, by_id
@@ -28,23 +29,6 @@ RESERVED = 256 + 2
 LONGEST_TOKEN = 512
 MOST_MERGES = 2**22
 """The most merges that are made; a published vocabulary of 160,000 tokens has some 300,000."""
-
-# A piece is a run of Chinese characters; a word with the space or sign before it, capitals first, and a clitic after
-# it; up to three digits; signs with the line breaks after them; or white space, without a space before a word.
-_LETTERS = (r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]", r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]")
-_FIRST, _CLITIC = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PIECES = "|".join(
-    [
-        r"[\p{Han}]+",
-        f"{_FIRST}[{_LETTERS[0]}]*[{_LETTERS[1]}]+{_CLITIC}",
-        f"{_FIRST}[{_LETTERS[0]}]+[{_LETTERS[1]}]*{_CLITIC}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
 
 
 def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, rows: int) -> tokenizers.Tokenizer:
@@ -66,7 +50,7 @@ def read(path: pathlib.Path, settings: Mapping[str, Any], model_type: object, ro
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks, path), ignore_merges=True))
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+                pre_tokenizers.Split(Regex(KIMI), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 from ling3.checkpoint import hub
-from ling3.runtime.quoting import shown
+from ling3.runtime.quoting import named, shown
 from ling3.text import added_tokens, template_files, tiktoken_file
 from ling3.text.byte_fallback import ByteFallback
 from ling3.text.chat_template import ChatTemplate
@@ -60,9 +60,14 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
         self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
 
+    @property
+    def name(self) -> str:
+        """The name of the directory, or of the GGUF file, that the tokenizer was read from."""
+        return named(self.directory)
+
     def __repr__(self) -> str:
         template = "a chat template" if self.chat_templates else "no chat template"
-        return f"<Tokenizer of {self.directory}: {self.vocab_size:,} tokens, {template}>"
+        return f"<Tokenizer of {self.name}: {self.vocab_size:,} tokens, {template}>"
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -164,7 +169,7 @@ class Tokenizer:
         """
         if not self.chat_templates:
             places = f"{template_files.TEMPLATE} or {added_tokens.SETTINGS}"
-            raise ValueError(f"{self.directory} has no chat template (in {places}): use plain text")
+            raise ValueError(f"{self.name} has no chat template (in {places}): use plain text")
         text = template_files.chosen_template(self.chat_templates, variables.get("tools")).render(
             messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
         )

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import pathlib
+import random
+import struct
+import time
 
 import gguf_files
 import huggingface_hub
@@ -11,14 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_transformers
+from exhaustive_cases import exhaustively
 from random_checkpoint import CLAMPED, TINY_LIKE
 
 import ling3
 from ling3.checkpoint import CheckpointError, gguf_checkpoint, hub
+from ling3.checkpoint.gguf_file import open_gguf
 from ling3.families import ConfigError
 from ling3.families.kimi_linear import KimiLinearConfig
 from ling3.interpret import inspect
 from ling3.leaves import array_leaves
+from ling3.text.byte_alphabet import CHARACTERS
+from ling3.text.tokenizer_file import TokenizerError
 
 DEFAULTS = {"initializer_range", "pad_token_id", "bos_token_id", "num_nextn_predict_layers", "max_window_layers"}
 """Fields that a GGUF file does not state here, and that change no logit."""
@@ -304,6 +311,10 @@ def problem(path, tmp_path, message, tensors=None, **changes):
         ({"qwen3.rope.scaling.type": 1}, "rope.scaling.type: found 1; expected a string"),
         ({"qwen3.rope.freq_base": "far"}, "rope.freq_base: found 'far'; expected a number"),
         ({"tokenizer.ggml.eos_token_id": [1]}, r"tokenizer.ggml.eos_token_id: found \[1\]; expected the id"),
+        (
+            {"tokenizer.ggml.tokens": ["a"] * 65},
+            "tokenizer.ggml.tokens: found 65 tokens; expected at most 64, the rows",
+        ),
     ],
 )
 def test_metadata_that_cannot_be_read(changes, message, tmp_path):
@@ -343,6 +354,48 @@ def test_tensors_that_do_not_fit(tensors, message, tmp_path):
     problem("qwen3", tmp_path, message, tensors)
 
 
+def with_tokenizer(path, **changes):
+    """Writes a model with a byte-level vocabulary of 64 tokens, the first of which are bytes."""
+    tokens = [*CHARACTERS[:62], "<s>", "</s>"]
+    fields = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": [1] * 62 + [3, 3], "merges": []}
+    fields |= {"bos_token_id": 62, "eos_token_id": 63} | changes
+    places = {"chat_template": "tokenizer.chat_template"}
+    metadata = {places.get(key, f"tokenizer.ggml.{key}"): value for key, value in fields.items()}
+    return gguf_files.write_model(path, model_of("qwen3"), "qwen3", **metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": ["a" * 20_000, *CHARACTERS[:63]]}, "found a string of 20,000 characters"),
+        ({"chat_template": "{{"}, "end of template"),
+        ({"tokens": ["a"] * 64}, "'a' at 0 and at 1"),
+        ({"model": "none"}, "found 'none', so the file has no tokenizer"),
+        ({"model": None}, "found none, so the file has no tokenizer"),
+    ],
+)
+def test_messages_of_its_tokenizer_name_the_file(changes, message, tmp_path):
+    path = with_tokenizer(tmp_path / "model.gguf", **changes)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
+        ling3.load_tokenizer(path)
+    assert str(raised.value).startswith(str(path)) and "ling3-gguf-" not in str(raised.value)
+
+
+def test_messages_of_a_tokenizer_that_was_read_name_the_file(tmp_path):
+    path = with_tokenizer(tmp_path / "model.gguf", chat_template="{{ raise_exception('no') }}")
+    tokenizer, plain = ling3.load_tokenizer(path), ling3.load_tokenizer(with_tokenizer(tmp_path / "plain.gguf"))
+    chat = [{"role": "user", "content": "x"}]
+    for call in (
+        lambda: tokenizer.check_fits(12),
+        lambda: tokenizer.apply_chat_template(chat),
+        lambda: plain.apply_chat_template(chat),
+    ):
+        with pytest.raises((ValueError, OverflowError)) as raised:
+            call()
+        assert ".gguf" in str(raised.value) and "ling3-gguf-" not in str(raised.value), raised.value
+    assert repr(tokenizer).startswith(f"<Tokenizer of {path}: 64 tokens")
+
+
 def test_a_model_loads_without_a_tokenizer_that_can_be_read(tmp_path):
     changes = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "nonesuch", "tokenizer.ggml.tokens": ["a", "b"]}
     more = {"tokenizer.ggml.token_type": [1, 1], "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": 1}
@@ -350,6 +403,28 @@ def test_a_model_loads_without_a_tokenizer_that_can_be_read(tmp_path):
     assert ling3.load(path).config.eos_token_id == (1,)
     with pytest.raises(CheckpointError, match=r"model\.gguf: tokenizer\.ggml\.pre: found 'nonesuch'"):
         ling3.load_tokenizer(path)
+
+
+@pytest.mark.parametrize("seed", exhaustively(range(8), but=[0]))
+def test_damage_of_any_part_of_a_header_is_an_error_that_names_the_file(seed, tmp_path):
+    """100 headers with other bytes, sizes or types, or with bytes left out; a few of them are still valid."""
+    content = with_tokenizer(tmp_path / "whole.gguf").read_bytes()
+    end = min(tensor.start for tensor in open_gguf(tmp_path / "whole.gguf").tensors.values())
+    draw, path, refused = random.Random(seed), tmp_path / "model.gguf", 0
+    for _ in range(100):
+        at, new = draw.randrange(end), draw.choice((0, 1, 4, 8, 9, 39, 2**31, 2**40, 2**63))
+        size, code = draw.choice(((1, "<B"), (4, "<I"), (8, "<Q")))
+        written = draw.choice((struct.pack(code, new % 256**size), b""))
+        path.write_bytes(content[:at] + written + content[at + size :])
+        start = time.monotonic()
+        for load in (ling3.load, ling3.load_tokenizer):
+            try:
+                load(path)
+            except (CheckpointError, ConfigError, TokenizerError, FileNotFoundError) as error:
+                assert "model.gguf" in str(error) and "ling3-gguf-" not in str(error)
+                refused += 1
+        assert time.monotonic() - start < 5
+    assert refused > 100
 
 
 @pytest.mark.parametrize("shape", [(4, 40), (4, 24, 20)])
