@@ -116,6 +116,8 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
         if path is None:
             tensors[name] = tensor
             continue
+        if ".kv_b_proj." in path and not _in_blocks(gguf, name):
+            path = re.sub(r"\.[kv]_b\.", ".", path)
         published = family.published(path, config)
         parts.setdefault(published, []).append(name)
         if "{}" in path:
@@ -134,6 +136,12 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
             shape = (math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]) if "_conv1d." in path else tensor.shape
             tensors[published] = tensor._replace(name=published, shape=shape)
     return tensors
+
+
+def _in_blocks(gguf: Gguf, name: str) -> bool:
+    """True if both halves of the `kv_b_proj` that has the tensor `name` are in blocks: they stay as they are then."""
+    halves = (gguf.tensors.get(re.sub("attn_[kv]_b", half, name)) for half in ("attn_k_b", "attn_v_b"))
+    return all(half is not None and half.block for half in halves)
 
 
 _ROTATED = tuple(f".{name}_proj.{field}" for name in ("q", "k") for field in ("weight", "bias"))
@@ -157,7 +165,7 @@ def _made(gguf: Gguf, config: Any, names: list[str]) -> np.ndarray:
     """The published tensor that files have in another arrangement.
 
     ssm_a              ±exp(A_log), in float32
-    attn_k_b, attn_v_b the two parts of kv_b_proj; the first transposed for each head, as it is used in decoding
+    attn_k_b, attn_v_b the two halves of kv_b_proj, unless both are in blocks; the first transposed for each head
     attn_q, attn_k     with the rows of each head in pairs
     """
     if len(names) == 2:
@@ -207,7 +215,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attn_q_b": ("attention.q_b_proj",),
     "attn_kv_a_mqa": ("attention.kv_a_proj_with_mqa",),
     "attn_kv_a_norm": ("attention.kv_a_layernorm",),
-    **dict.fromkeys(("attn_k_b", "attn_v_b"), ("attention.kv_b_proj",)),
+    **{f"attn_{half}_b": (f"attention.kv_b_proj.{half}_b",) for half in ("k", "v")},
     "attn_gate": ("attention.g_proj",),
     # A multi-token-prediction layer.
     **{f"nextn.{name}": (name,) for name in ("eh_proj", "enorm", "hnorm")},

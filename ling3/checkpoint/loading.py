@@ -30,7 +30,7 @@ from ling3.checkpoint.saving import save
 from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.checkpoint.stored_formats import as_stored
 from ling3.families.quantization import in_floats, with_rounding
-from ling3.formats import QuantizedMatrix, in_model
+from ling3.formats import KeyValueHalves, QuantizedMatrix, in_model
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
@@ -159,9 +159,10 @@ def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
     """The model with every quantized matrix as a dense one in `dtype`, and its config without quantization."""
 
     def dense(matrix: Any) -> Any:
-        if not isinstance(matrix, QuantizedMatrix):
+        if not isinstance(matrix, QuantizedMatrix | KeyValueHalves):
             return matrix
-        options = {"bias": matrix.bias, "axes": matrix.axes, "name": matrix.name}
+        bias = matrix.bias if isinstance(matrix, QuantizedMatrix) else None
+        options = {"bias": bias, "axes": matrix.axes, "name": matrix.name}
         return Linear(jax.jit(lambda own: own.dense().astype(dtype))(matrix), **options)
 
     plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, Matrix))

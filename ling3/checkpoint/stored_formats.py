@@ -15,9 +15,11 @@ from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families import family_of
 from ling3.families.quantization import Quantization, in_floats, quantization_of
 from ling3.families.quantization_methods import Scheme, SchemeGroup, as_compressed
-from ling3.formats import Fp4, Fp8, GgufBlocks, fp8
+from ling3.formats import Fp4, Fp8, GgufBlocks, KeyValueHalves, fp8
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Matrix
+from ling3.layers.mla import MLA
+from ling3.leaves import ArrayLeaf
 
 FORMATS: Mapping[str, Scheme] = {
     "F8_E4M3": Scheme(Fp8),
@@ -61,7 +63,7 @@ def _with_stored_formats(config: Any, source: StoredTensors, mtp: bool) -> Any:
             continue
         for published, own in zip(weights_of(leaf), placed, strict=True):
             tensor = source.get(own.name)
-            scheme = None if tensor is None else FORMATS.get(tensor.block or tensor.dtype)
+            scheme = _halves(leaf, own.name, source) if tensor is None else FORMATS.get(tensor.block or tensor.dtype)
             *stack, rows, _ = leaf.module.shape
             if (
                 scheme is not None
@@ -85,6 +87,16 @@ def _with_stored_formats(config: Any, source: StoredTensors, mtp: bool) -> Any:
     if all((own and own.kind) is (found and found.kind) for own, found in zip(schemes.values(), stored.values())):
         return config
     return dataclasses.replace(config, quantization_config=Quantization(said.source, "headers", _groups(stored), ()))
+
+
+def _halves(leaf: ArrayLeaf, name: str, source: StoredTensors) -> Scheme | None:
+    """The format of an MLA layer's `kv_b_proj` that the files have as two tensors in blocks; None if they do not."""
+    layer, module = leaf.around[-2], name.removesuffix(".weight")
+    keys, values = (source.get(f"{module}.{half}.weight") for half in ("k_b", "v_b"))
+    if not isinstance(layer, MLA) or keys is None or values is None:
+        return None
+    blocks = keys.block, values.block
+    return Scheme(KeyValueHalves, (("blocks", blocks), ("nope", layer.nope), ("value", layer.value)))
 
 
 def _groups(stored: Mapping[str, Scheme | None]) -> tuple[SchemeGroup, ...]:

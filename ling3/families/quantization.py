@@ -161,7 +161,9 @@ def quantized(
             assert scheme is not None
             try:
                 matrix = scheme.init(linear, key=jax.random.fold_in(key, number), std=std)
-                return dataclasses.replace(matrix, rounding=scheme.rounding) if rounds and scheme.rounding else matrix
+                if rounds and scheme.rounding is not None:
+                    return dataclasses.replace(matrix, rounding=scheme.rounding)
+                return matrix
             except ValueError as error:
                 problems.append(f"{modules[0]}: {error}; ignore it, or use another group size")
         return linear

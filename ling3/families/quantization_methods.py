@@ -24,6 +24,7 @@ from ling3.formats import (
     Fp8,
     Fp8Channels,
     Int8Channels,
+    KeyValueHalves,
     Mxfp4,
     PackedIntegers,
     QuantizedMatrix,
@@ -44,13 +45,13 @@ COMPRESSED: Mapping[str, type[CompressedTensors]] = {
 class Scheme:
     """The format of a matrix, with its options."""
 
-    kind: type[QuantizedMatrix]
+    kind: type[QuantizedMatrix | KeyValueHalves]
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the format's `init`: for integers their bits and group, for FP8 the kind of scales."""
     rounding: Rounding | None = None
     """How the format wants activations to be rounded, if it does; models do this only on request."""
 
-    def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix:
+    def init(self, like: Linear, *, key: PRNGKeyArray, std: float) -> QuantizedMatrix | KeyValueHalves:
         """A random matrix in this format of about the standard deviation `std`, with the shape and bias of `like`.
 
         Raises ValueError if its columns do not divide into groups.

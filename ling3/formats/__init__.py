@@ -11,6 +11,7 @@ from ling3.formats.compressed_tensors import CompressedTensors
 from ling3.formats.fp8 import Fp8
 from ling3.formats.gguf_blocks import GgufBlocks
 from ling3.formats.integers import PackedIntegers
+from ling3.formats.key_value_halves import KeyValueHalves
 from ling3.formats.matrix import QuantizedMatrix, in_model, weights_per_element
 from ling3.formats.mxfp4 import Fp4, Mxfp4
 
@@ -21,6 +22,7 @@ __all__ = [
     "Fp8Channels",
     "GgufBlocks",
     "Int8Channels",
+    "KeyValueHalves",
     "Mxfp4",
     "PackedIntegers",
     "QuantizedMatrix",

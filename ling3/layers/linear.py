@@ -40,7 +40,7 @@ class Matrix(eqx.Module):
     @property
     @abstractmethod
     def operand(self) -> Any:
-        """The weights as operators such as `Execution.experts` take them: an array, or `Quantized`."""
+        """The weights as operators such as `Execution.experts` take them: an array, `Quantized`, or `LatentHalves`."""
 
     @abstractmethod
     def dense(self) -> Array:

@@ -16,6 +16,7 @@ from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
+from ling3.ops.absorption import LatentHalves, absorbed
 from ling3.ops.attention import BLOCK, Expansion
 from ling3.ops.precision import Wide, wide
 
@@ -232,7 +233,7 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: all heads share each token's single key and value."""
-        weight, execution = self.kv_b_proj.dense().astype(q_nope.dtype), span.execution
+        weight, execution = absorbed(self.kv_b_proj.operand, q_nope.dtype), span.execution
         q = self._absorbed_queries(q_nope, q_rope, weight, execution)
         assert span.table is not None, "a span over a paged array has a table"
         length = span.seen
@@ -245,7 +246,7 @@ class MLA(eqx.Module):
         self,
         q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
         q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
-        weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"],
+        weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"] | LatentHalves,
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
         """[q_nope W_uk | q_rope] of each head, to be scored directly against the cache entries."""

@@ -1,23 +1,41 @@
 """MLA's absorbed products, for decode steps: queries into the latent space, and attended latents back to values."""
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from ling3.ops.precision import Accumulation, Wide, exact, summed_in
+from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
+from ling3.ops.quantized import Quantized
+
+
+class LatentHalves(NamedTuple):
+    """The two halves of `kv_b_proj`, stored apart: each head's W_uk, transposed, and its W_uv."""
+
+    keys: Quantized
+    """[heads, latent, nope]"""
+    values: Quantized
+    """[heads, value, latent]"""
+
+
+Absorbed = Float[Array, "channels latent"] | LatentHalves
+"""`kv_b_proj`: for each head the nope rows of W_uk, then the value rows of W_uv; or its two halves."""
+
+
+def absorbed(weight: Float[Array, "channels latent"] | Quantized | LatentHalves, dtype: DTypeLike) -> Absorbed:
+    """Prepares the operand of a `kv_b_proj` for the operators below: an array in `dtype`, or the halves unchanged."""
+    if isinstance(weight, LatentHalves):
+        return weight
+    return (weight.decoded().astype(weight.dtype) if isinstance(weight, Quantized) else weight).astype(dtype)
 
 
 @runtime_checkable
 class LatentQueries(Protocol):
-    """q W_uk of each head, accumulated in `sums` or wider (DeepSeek-V2, arXiv 2405.04434, §2.1.2).
-
-    `weight` is `kv_b_proj`: for each head the nope rows of W_uk, then the value rows of W_uv.
-    """
+    """q W_uk of each head, accumulated in `sums` or wider (DeepSeek-V2, arXiv 2405.04434, §2.1.2)."""
 
     def __call__(
-        self, q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation, /
+        self, q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation, /
     ) -> Wide[Array, "batch heads latent"]:
         """Each head's query in the latent space."""
         ...
@@ -30,7 +48,7 @@ class LatentValues(Protocol):
     def __call__(
         self,
         summed: Float[Array, "batch heads latent"],
-        weight: Float[Array, "channels latent"],
+        weight: Absorbed,
         value: int,
         sums: Accumulation,
         /,
@@ -40,31 +58,42 @@ class LatentValues(Protocol):
 
 
 def latent_queries(
-    q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
+    q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
     """The plain form of `LatentQueries`: its reference implementation."""
+    if isinstance(weight, LatentHalves):
+        return _per_head("hbn,hln->hbl", q, weight.keys, sums)
     w_uk = rearrange(weight, "(h d) l -> h d l", h=q.shape[1])[:, : q.shape[2]]
     return _per_head("hbn,hnl->hbl", q, w_uk, sums)
 
 
 def latent_values(
     summed: Float[Array, "batch heads latent"],
-    weight: Float[Array, "channels latent"],
+    weight: Absorbed,
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
     """The plain form of `LatentValues`: its reference implementation."""
+    if isinstance(weight, LatentHalves):
+        return _per_head("hbl,hvl->hbv", summed, weight.values, sums)
     w_uv = rearrange(weight, "(h d) l -> h d l", h=summed.shape[1])[:, -value:]
     return _per_head("hbl,hvl->hbv", summed, w_uv, sums)
 
 
 def _per_head(
-    product: str, x: Float[Array, "batch heads inner"], weight: Float[Array, "heads rows columns"], sums: Accumulation
+    product: str,
+    x: Float[Array, "batch heads inner"],
+    weight: Float[Array, "heads rows columns"] | Quantized,
+    sums: Accumulation,
 ) -> Wide[Array, "batch heads outer"]:
     """One matrix product per head: `product` is an einsum over [heads, batch, inner].
 
-    The head axis comes first because XLA's CPU backend has no bfloat16 product for the other order.
+    The head axis comes first because XLA's CPU backend has no bfloat16 product for the other order. As in all products
+    with quantized weights, factors are not rounded.
     """
+    if isinstance(weight, Quantized):
+        x = x.astype(wide(x.dtype))
+        weight = weight.decoded().astype(x.dtype)
     rows = rearrange(x, "b h i -> h b i")
     y = jnp.einsum(product, rows, weight, preferred_element_type=summed_in(x.dtype, sums), precision=exact(x.dtype))
     return rearrange(y, "h b o -> b h o")

@@ -1,5 +1,7 @@
 """Absorbed and expanded MLA are the same attention."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from tiny import FLASH, TINY, open_model
 
 import ling3
 from ling3.cache import CacheSpec, Paged, Span
+from ling3.formats import KeyValueHalves
 from ling3.layers.mla import MLA
 
 CALL = eqx.filter_jit(lambda mla, x, state, span: mla(x, state, span))
@@ -18,10 +21,21 @@ def first_mla(config):
     return next(layer.attention for layer in open_model(config).model.layers if isinstance(layer.attention, MLA))
 
 
-@pytest.mark.parametrize("config", [TINY, FLASH], ids=["q_lora", "q_proj"])
+IN_HALVES = dataclasses.replace(TINY, qk_nope_head_dim=32, kv_lora_rank=32)
+
+
+def in_halves(mla):
+    """The layer with a `kv_b_proj` that is stored in two halves of different block types."""
+    sizes = {"nope": mla.nope, "value": mla.value, "blocks": ("Q5_0", "Q8_0")}
+    halves = KeyValueHalves.init(mla.kv_b_proj, key=jax.random.key(3), std=0.2, **sizes)
+    return eqx.tree_at(lambda own: own.kv_b_proj, mla, halves)
+
+
+@pytest.mark.parametrize("config", [TINY, FLASH, IN_HALVES], ids=["q_lora", "q_proj", "halves"])
 @pytest.mark.parametrize("held", [0, 1, 255, 300])
 def test_absorbed_is_expanded(config, held):
     mla = first_mla(config)
+    mla = in_halves(mla) if config is IN_HALVES else mla
     draw = np.random.default_rng(held)
     context = jnp.asarray(draw.normal(size=(2, max(held, 1), config.hidden_size)), jnp.float32)
     x = jnp.asarray(draw.normal(size=(2, 1, config.hidden_size)), jnp.float32)

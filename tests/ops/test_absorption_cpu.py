@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_matrices import drawn
 from native_kernels import installed, needs_compiler
 
 from ling3.execution import CPU, PLAIN
+from ling3.ops.absorption import LatentHalves
 from ling3.ops.cpu import attention
 
 pytestmark = needs_compiler
@@ -76,6 +78,25 @@ def test_its_gradient_is_the_plain_forms(handler):
 
     for mine, plain in zip(gradients(CPU), gradients(PLAIN), strict=True):
         np.testing.assert_allclose(mine, plain, atol=2e-6)
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("execution", [CPU, PLAIN], ids=["cpu", "plain"])
+def test_halves_in_blocks_are_the_joined_matrix(execution, handler):
+    """Each in its block type, stored apart; the rows of a batch have the same bits alone."""
+    heads, nope, value, latent = 3, 64, 48, 256
+    halves = LatentHalves(drawn("Q5_0", latent, nope // 32, heads), drawn("Q4_K", value, 1, heads, seed=1))
+    rows = jnp.concatenate([jnp.swapaxes(halves.keys.decoded(), 1, 2), halves.values.decoded()], axis=1)
+    x, _ = case(handler, 7, heads, nope, value, latent)
+    call = jax.jit(product(handler, value, execution))
+    found = call(x, halves)
+    expected = product(handler, value, PLAIN)(x, rows.reshape(-1, latent))
+    # Sums of up to 256 products of numbers near 0.02 and 1/sqrt(inner), in float32.
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    if execution is CPU:
+        assert call.lower(x, halves).as_text().count("ling3_product_") == 1
+        for count in (1, 2, 4):
+            np.testing.assert_array_equal(call(x[:count], halves), found[:count])
 
 
 class TestWhereItDoesNotSuit:

@@ -98,6 +98,20 @@ def test_a_rows_bits_are_its_own(block):
     assert not y[5].any() and np.all(np.isnan(np.delete(y, (3, 5), axis=0)))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 13])
+def test_a_stack_is_one_call_with_the_bits_of_each_matrix(rows):
+    """Also beside matrices whose rows are all or in part zeros."""
+    for block, outer in (("Q5_0", 139), ("Q4_K", 37)):
+        stack = drawn(block, outer, blocks_of(block, 256), 5)
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((5, rows, 256)), jnp.float32)
+        x = x.at[1].set(0).at[3, 0].set(0)
+        assert KERNEL.lower(x, stack).as_text().count("ling3_product_") == 1
+        y = np.asarray(KERNEL(x, stack))
+        for i in range(5):
+            np.testing.assert_array_equal(y[i], KERNEL(x[i], stack.at(i)))
+        assert not y[1].any() and not y[3, 0].any()
+
+
 def test_its_derivative_is_the_plain_forms():
     matrix, x = drawn("Q4_K", 9, 1), jax.random.normal(jax.random.key(0), (3, 256))
     seen, expected = (jax.grad(lambda x, f=f: jnp.sum(jnp.tanh(f(x, matrix))))(x) for f in (KERNEL, plain))

@@ -205,7 +205,7 @@ import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from ling3.ops.cpu import products
 case = np.load(sys.argv[1])
 scale = jnp.asarray(case["scale"].view(ml_dtypes.bfloat16))
-product = jax.jit(lambda x, packed, scale: products.product(x, products.Arrays(packed, scale)))
+product = jax.jit(lambda x, packed, scale: products.product(x, products.StoredMatrix(packed, scale)))
 y = product(jnp.asarray(case["x"]), jnp.asarray(case["packed"]), scale)
 np.save(sys.argv[2], y)
 """
@@ -314,12 +314,12 @@ class TestWhereItDoesNotSuit:
 
     def test_groups_between_powers_of_two(self):
         words, scale = jnp.zeros((8, 24), jnp.int32), jnp.ones((8, 2), jnp.bfloat16)
-        assert "groups" in products.unsuited(jnp.ones((2, 192)), products.Arrays(words, scale), 192, 0)
-        whole = products.Arrays(jnp.zeros((8, 32), jnp.int32), scale)
+        assert "groups" in products.unsuited(jnp.ones((2, 192)), products.StoredMatrix(words, scale), 192, 0)
+        whole = products.StoredMatrix(jnp.zeros((8, 32), jnp.int32), scale)
         assert products.unsuited(jnp.ones((2, 256)), whole, 256, 0) is None
 
     def test_rows_of_a_word(self):
-        word = products.Arrays(jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)))
+        word = products.StoredMatrix(jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)))
         assert "groups" in products.unsuited(jnp.ones((2, 4)), word, 4, 0)
 
     def test_small_matrices_are_not_worth_a_compiler(self):

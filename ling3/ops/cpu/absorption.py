@@ -1,4 +1,4 @@
-"""MLA's absorbed products on a CPU, by the C++ kernels in `attention.cc`.
+"""MLA's absorbed products on a CPU, by the C++ kernels in `attention.cc`, and for quantized halves by `products.cc`.
 
 They copy no weights, a row's result is bitwise independent of the other rows, and rows of zeros cost nothing.
 """
@@ -8,12 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Array, Float, Float32
 
 from ling3.ops import absorption
-from ling3.ops.cpu import attention
+from ling3.ops.absorption import Absorbed, LatentHalves
+from ling3.ops.cpu import attention, matmul
 from ling3.ops.forms import runs
 from ling3.ops.precision import Accumulation, Wide
+from ling3.ops.quantized import Quantized
 from ling3.runtime import native
 
 
@@ -31,9 +34,11 @@ def unsuited(
 
 
 def latent_queries(
-    q: Float[Array, "batch heads nope"], weight: Float[Array, "channels latent"], sums: Accumulation = "float32"
+    q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation = "float32"
 ) -> Wide[Array, "batch heads latent"]:
     """Computes `absorption.latent_queries` with the C++ kernel, where it suits."""
+    if isinstance(weight, LatentHalves):
+        return _stacked(q, weight.keys, sums)
     if not runs("latent_queries", unsuited(q, weight, sums)):
         return absorption.latent_queries(q, weight, sums)
     return _queries(q, weight)
@@ -41,14 +46,23 @@ def latent_queries(
 
 def latent_values(
     summed: Float[Array, "batch heads latent"],
-    weight: Float[Array, "channels latent"],
+    weight: Absorbed,
     value: int,
     sums: Accumulation = "float32",
 ) -> Wide[Array, "batch heads {value}"]:
     """Computes `absorption.latent_values` with the C++ kernel, where it suits."""
+    if isinstance(weight, LatentHalves):
+        return _stacked(summed, weight.values, sums)
     if not runs("latent_values", unsuited(summed, weight, sums)):
         return absorption.latent_values(summed, weight, value, sums)
     return _values(value, summed, weight)
+
+
+def _stacked(
+    x: Float[Array, "batch heads inner"], half: Quantized, sums: Accumulation
+) -> Wide[Array, "batch heads outer"]:
+    """The product of each head's rows with its matrix of a half."""
+    return rearrange(matmul.product(rearrange(x, "b h i -> h b i"), half, sums), "h b o -> b h o")
 
 
 @jax.custom_jvp

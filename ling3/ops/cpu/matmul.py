@@ -1,6 +1,7 @@
 """x Wᵀ on a CPU, by the C++ kernels or in the form that XLA's CPU backend runs fast."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,13 +25,13 @@ def unsuited(
     weight: Float[Array, "*stack outer inner"] | Quantized,
     sums: Accumulation = "float32",
 ) -> str | None:
-    """Why the kernels do not run, or None: they are missing or cannot read the matrix, or it is small or a stack."""
+    """Why the kernels do not run, or None: they are missing, cannot read it, or a matrix is small, or a float stack."""
     if sums != "float32":
         return f"sums are {sums}, and the kernel's float32"
-    if weight.ndim != 2:
-        return "the kernel takes one matrix, and not a stack"
     matrix = arrays_of(weight)
-    least = products.LEAST["dense" if matrix.scale is None else "quantized"]
+    if matrix.scale is None and weight.ndim != 2:
+        return "the kernel takes one float matrix, and not a stack"
+    least = products.LEAST["dense" if matrix.scale is None else "quantized"] * math.prod(weight.shape[:-2])
     return products.unsuited(x, matrix, weight.shape[-1], least)
 
 
@@ -40,8 +41,6 @@ def product(
     sums: Accumulation = "float32",
 ) -> Wide[Array, "*stack rows outer"]:
     """`matmul.product` with the kernels, where they suit: a row's bits are then the same for any number of rows."""
-    if isinstance(weight, Quantized) and weight.ndim > 2:
-        return lax.map(lambda own: product(own[1], own[0], sums), (weight, x))
     if runs("product", unsuited(x, weight, sums)):
         return _decoded(weight.rounded(x), constant(weight)) if isinstance(weight, Quantized) else _dense(x, weight)
     if not isinstance(weight, Quantized):
@@ -84,7 +83,7 @@ def _by_xla(
 
 @jax.custom_jvp
 def _dense(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -> Float32[Array, "rows outer"]:
-    return products.product(x, products.Arrays(weight))
+    return products.product(x, products.StoredMatrix(weight))
 
 
 def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -106,7 +105,7 @@ _dense.defjvp(_tangent, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def _decoded(x: Float[Array, "rows inner"], matrix: Quantized) -> Float32[Array, "rows outer"]:
+def _decoded(x: Float[Array, "*stack rows inner"], matrix: Quantized) -> Float32[Array, "*stack rows outer"]:
     return products.product(x, arrays_of(matrix))
 
 
@@ -121,8 +120,8 @@ def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
 _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
 
 
-def arrays_of(matrix: Float[Array, "..."] | Quantized) -> products.Arrays:
+def arrays_of(matrix: Float[Array, "..."] | Quantized) -> products.StoredMatrix:
     """A matrix as the kernels take it; an array has neither scales nor a layout."""
     if not isinstance(matrix, Quantized):
-        return products.Arrays(matrix)
-    return products.Arrays(*matrix.arrays, matrix.zero_points, matrix.layout)
+        return products.StoredMatrix(matrix)
+    return products.StoredMatrix(*matrix.arrays, matrix.zero_points, matrix.layout)

@@ -129,8 +129,8 @@ constexpr int64_t TASKS = 8, LEAST = 48;
 constexpr int64_t STREAMED = 1 << 20;
 
 // Lays out the rows of x that are not all zeros, in tasks of several; true for each of these.
-std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffer x, float* laid) {
-  const int64_t rows = x.dimensions()[0], inner = weight.inner;
+std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffer x, int64_t rows, float* laid) {
+  const int64_t inner = weight.inner;
   const int64_t some = std::max<int64_t>(1, (int64_t(1) << 14) / std::max<int64_t>(inner, 1));
   std::vector<char> busy(rows);  // not of bits, which threads would share
   auto lay_as = [&](const auto* numbers) {
@@ -150,30 +150,39 @@ std::vector<bool> lay(ffi::ThreadPool& pool, const Arrays& weight, ffi::AnyBuffe
   return {busy.begin(), busy.end()};
 }
 
+// The product with one matrix, or of each part of x with its matrix of a stack.
 ffi::Error Product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
                    ffi::AnyBuffer zeros, std::string_view block, ffi::ResultBuffer<ffi::F32> out,
                    ffi::ResultBuffer<ffi::F32> laid) {
-  const int64_t rows = x.dimensions()[0];
-  const Arrays weight{numbers, scales, zeros, x.dimensions()[1], x.element_type(), block_type_of(block)};
-  const int64_t outer = weight.outer(), inner = weight.inner;
-  const std::vector<bool> busy = lay(pool, weight, x, laid->typed_data());
+  const auto shape = x.dimensions();
+  const int64_t rows = shape[shape.size() - 2], inner = shape.back(), all = int64_t(x.element_count()) / inner;
+  const Arrays weight{numbers, scales, zeros, inner, x.element_type(), block_type_of(block)};
+  const int64_t outer = weight.outer(), matrices = all / rows;
+  const std::vector<bool> busy = lay(pool, weight, x, all, laid->typed_data());
+  // Those of each matrix in turn, `ends` behind one another.
   std::vector<const float*> from;
   std::vector<float*> to, idle;
-  for (int64_t r = 0; r < rows; r++) {
+  std::vector<int64_t> ends{0};
+  for (int64_t r = 0; r < all; r++) {
     float* own = out->typed_data() + r * outer;
     if (busy[r]) from.push_back(laid->typed_data() + r * padded(inner));
     (busy[r] ? to : idle).push_back(own);
+    if ((r + 1) % rows == 0) ends.push_back(int64_t(to.size()));
   }
   const bool streams = int64_t(idle.size()) * outer * int64_t(sizeof(float)) >= STREAMED;
-  const int64_t share = std::max(LEAST, outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
+  const int64_t share = std::max(LEAST, matrices * outer / (TASKS * std::max<int64_t>(pool.num_threads(), 1)));
   constexpr int64_t WHOLE = STRIP * WIDE;
-  const int64_t piece = (share + WHOLE - 1) / WHOLE * WHOLE;
-  weight.with(0, [&](const auto& format) {
-    each(pool, (outer + piece - 1) / piece, [&](int64_t task) {
-      const int64_t begin = task * piece, end = std::min(begin + piece, outer);
-      products(format, begin, end, from.data(), from.size(), to.data());
-      for (float* row : idle) streams ? stream_zeros(row + begin, row + end) : std::fill(row + begin, row + end, 0.0f);
+  const int64_t piece = (share + WHOLE - 1) / WHOLE * WHOLE, pieces = (outer + piece - 1) / piece;
+  each(pool, matrices * pieces, [&](int64_t task) {
+    const int64_t i = task / pieces, begin = task % pieces * piece, end = std::min(begin + piece, outer);
+    const int64_t first = ends[i], last = ends[i + 1], skipped = i * rows - first;
+    weight.with(i, [&](const auto& format) {
+      products(format, begin, end, from.data() + first, last - first, to.data() + first);
     });
+    for (int64_t r = skipped; r < skipped + rows - (last - first); r++) {
+      float *left = idle[r] + begin, *right = idle[r] + end;
+      streams ? stream_zeros(left, right) : std::fill(left, right, 0.0f);
+    }
   });
   return ffi::Error::Success();
 }
@@ -217,7 +226,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
   const Arrays down{down_numbers, down_scales, down_zeros, intermediate, type, block_type_of(down_block)};
   const Groups groups{order.typed_data(), starts.typed_data(), counts.typed_data()};
   const bool narrowed = x.element_type() == ffi::BF16;
-  const std::vector<bool> laid_out = lay(pool, gate, x, laid->typed_data());
+  const std::vector<bool> laid_out = lay(pool, gate, x, tokens, laid->typed_data());
   const std::vector<float> zeros(padded(hidden));
   std::vector<int64_t> busy;
   int64_t rows = 0;

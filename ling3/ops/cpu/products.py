@@ -6,6 +6,7 @@ than 32 rows, first writes 8-bit and 4-bit weights to memory in float32, and cop
 multiplies by them.
 """
 
+import math
 import pathlib
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ LAYOUTS = ("channels", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "
 """The layouts that the kernels read: a scale for each row (`formats/channels.py`), and ggml's blocks (`blocks.h`)."""
 
 
-class Arrays(NamedTuple):
+class StoredMatrix(NamedTuple):
     """A matrix as the kernels read it, or a stack of them.
 
     Its numbers are float32, bfloat16, float8_e4m3fn, int8, packed int32 or packed uint8.
@@ -62,7 +63,7 @@ class Arrays(NamedTuple):
         return self.numbers, scale, none if self.zero_points is None else self.zero_points
 
 
-def unsuited(x: Float[Array, "rows width"], matrix: Arrays, inner: int, least: int) -> str | None:
+def unsuited(x: Float[Array, "*rows width"], matrix: StoredMatrix, inner: int, least: int) -> str | None:
     """Why the kernels do not run, or None: they are missing, cannot read the matrix, or it has less than `least` bytes.
 
     x must be float32 or bfloat16, and in the matrix's dtype if that is not quantized; a scale must cover 32, 64, 128, …
@@ -96,14 +97,14 @@ def _is_readable(
     return known and (groups == 1 or (rest == 0 and group >= 32 and group & (group - 1) == 0))
 
 
-def product(x: Float[Array, "rows inner"], matrix: Arrays) -> Float32[Array, "rows outer"]:
+def product(x: Float[Array, "*stack rows inner"], matrix: StoredMatrix) -> Float32[Array, "*stack rows outer"]:
     """x Wᵀ, summed in float32, for inputs that are not `unsuited`. A row's result is bitwise independent of the others.
 
     Rows of zeros, such as padding, give zeros at almost no cost; W must be finite.
     """
     name = native.target(SOURCE, "product", matrix.macro)
-    rows, inner = x.shape
-    shapes = (jax.ShapeDtypeStruct((rows, matrix.numbers.shape[0]), jnp.float32), _laid(rows, inner))
+    *every, inner = x.shape
+    shapes = (jax.ShapeDtypeStruct((*every, matrix.numbers.shape[-2]), jnp.float32), _laid(math.prod(every), inner))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
     return call(x, *matrix.operands, block=matrix.layout)[0]
 
@@ -113,9 +114,9 @@ def expert_rows(
     order: Int32[Array, " rows"],
     starts: Int32[Array, " experts"],
     counts: Int32[Array, " experts"],
-    gate: Arrays,
-    up: Arrays,
-    down: Arrays,
+    gate: StoredMatrix,
+    up: StoredMatrix,
+    down: StoredMatrix,
     swiglu: SwiGLU,
 ) -> Float32[Array, "rows hidden"]:
     """down(swiglu(gate x, up x)) of each row `token · top_k + j` by its expert; zeros for rows without one.
