@@ -67,14 +67,10 @@ def load(
     `A_log`, `dt_bias`) is float32.
 
     Quantized weights stay in their format in memory, whatever `dtype` is: it applies to all other weights and to
-    activations, which are not rounded to 8 bits, though servers of such a checkpoint do so. With `rounded_activations`
-    they are, where the checkpoint's format says how (`ling3.ops.rounding`); MLA's `kv_b_proj` takes latents unrounded
-    even then. Numbers times their scales are rounded to the dtype of the scales, except in a float32 model, as in
-    transformers. With `dequantize`, quantized weights become dense matrices in `dtype` (bfloat16 if it is None), which
-    training needs.
-
-    With `mtp`, multi-token-prediction layers are not skipped: they are `model.mtp`, for `ling3.mtp_logits`, and change
-    no other result.
+    activations, which are rounded to 8 bits only with `rounded_activations`, where the format says how (and never
+    before MLA's `kv_b_proj`). Numbers times their scales are rounded to the dtype of the scales, except in a float32
+    model, as in transformers. With `dequantize`, quantized weights become dense matrices in `dtype` (bfloat16 if it is
+    None), which training needs. With `mtp`, multi-token-prediction layers are kept as `model.mtp`, for `mtp_logits`.
 
     All headers are checked against the configuration before any weight is read: no tensor may be missing, and none left
     over except RoPE tables and multi-token-prediction layers, which are skipped, and a tied `lm_head`, which must equal
@@ -88,14 +84,13 @@ def load(
     compare it), and its memory peaks at their size; with `dequantize`, each reads the entire model first. An error in
     one process fails all: the others raise a CheckpointError that names the process, its host and its error.
 
-    Raises CheckpointError for files that are damaged or do not fit the configuration, and for `mtp` if it has no such
-    layers, ConfigError for an invalid configuration or one of an unknown family, `hub.resolve`'s errors if there is no
-    checkpoint, MeshError for a model that cannot be sharded by the rules, and ValueError for another `dtype`, for rules
-    without a mesh, or for a mesh without a device of this process.
+    Raises CheckpointError for files that are damaged or do not fit the configuration or `mtp`, ConfigError for an
+    invalid configuration or one of an unknown family, `hub.resolve`'s errors if there is no checkpoint, MeshError for a
+    model that cannot be sharded by the rules, and ValueError for arguments that do not fit each other or the format.
     """
-    if dequantize and rounded_activations:
-        raise ValueError("dequantize, rounded_activations: found True and True; expected at most one of them")
     if dequantize:
+        if rounded_activations:
+            raise ValueError("dequantize, rounded_activations: found True for both; expected it for one at most")
         options = {"revision": revision, "check_finite": check_finite, "mtp": mtp}
         model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
         return model if mesh is None else place(model, mesh, rules)

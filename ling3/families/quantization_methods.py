@@ -100,11 +100,11 @@ def _only(
             )
 
 
-Read = tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]
+Reading = tuple[tuple[SchemeGroup, ...], tuple[str, ...], list[str]]
 """The groups of a config, the modules that it leaves in floats, and its problems."""
 
 
-def _fp8(raw: Mapping[str, Any]) -> Read:
+def _fp8(raw: Mapping[str, Any]) -> Reading:
     problems = list(_only(raw, fp8.READABLE, ("quant_method", "modules_to_not_convert", "ignored_layers")))
     skips = "modules_to_not_convert" if raw.get("modules_to_not_convert") is not None else "ignored_layers"
     ignore = _strings(raw, skips, problems)
@@ -117,7 +117,7 @@ def _fp8(raw: Mapping[str, Any]) -> Read:
     return tuple(groups), ignore, problems
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> Read:
+def _compressed_tensors(raw: Mapping[str, Any]) -> Reading:
     values = {
         "format": (*COMPRESSED, "mixed-precision"),
         "kv_cache_scheme": (None,),
@@ -193,7 +193,7 @@ def _scheme(raw: Any, format: Any, at: str, problems: list[str]) -> Scheme:
     return Scheme(kind, () if wrong else tuple(kind.options(raw).items()))
 
 
-def _awq(raw: Mapping[str, Any]) -> Read:
+def _awq(raw: Mapping[str, Any]) -> Reading:
     values = {
         "bits": (4,),
         "group_size": (*GROUPS, -1),
@@ -205,7 +205,7 @@ def _awq(raw: Mapping[str, Any]) -> Read:
     return _integers(raw, values, (*free, "modules_to_fuse"))
 
 
-def _gptq(raw: Mapping[str, Any]) -> Read:
+def _gptq(raw: Mapping[str, Any]) -> Reading:
     values = {
         "bits": (4, 8),
         "group_size": (*GROUPS, -1),
@@ -234,7 +234,7 @@ GPTQ_CALIBRATION = (
 """The fields of GPTQ that say how a checkpoint was made or which matrices are quantized, which its files show."""
 
 
-def _integers(raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], free: Iterable[str]) -> Read:
+def _integers(raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], free: Iterable[str]) -> Reading:
     """Packed integers with zero points: the same scheme for all quantized matrices, which the files show."""
     problems = list(_only(raw, values, free))
     if problems:
@@ -264,7 +264,7 @@ def as_compressed(scheme: Scheme, targets: list[str], ignore: list[str]) -> dict
     }
 
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], Read]] = {
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Reading]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
