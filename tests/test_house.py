@@ -163,7 +163,7 @@ MANY_PARAMETERS = {
     **{"serve.py": 2, "afd/attention_worker.py": 1},
     # The sizes of an array or a layer, or the parts of a file or config.
     **{"checkpoint/loading.py": 2, "families/config_fields.py": 1, "intervention.py": 1},
-    **{"layers/mlp.py": 1},
+    **{"layers/mlp.py": 1, "formats/integers.py": 1},
 }
 
 
