@@ -7,7 +7,9 @@ the same checkpoint dequantized to float32: each token must be nearly as likely 
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,18 +21,44 @@ from benchmarks.models import FOUR_LAYERS, TOY, checkpoint, prompts
 from benchmarks.oracles import is_peer, likeliest
 from benchmarks.peer_process import MLX, PeerProcess
 from benchmarks.registry import Setting, Side, Trial, case
+from ling3.families.quantization_methods import Scheme, as_compressed
+from ling3.formats import Fp8Channels, Int8Channels, PackedIntegers
 
 WIDE, FLOOR, PEER = "ling3, float32", "reading the step's bytes", "mlx-lm, as many bits"
 PEER_PROMPT, PEER_NEW = 2, 4
 """Sizes for mlx, whose CPU products process one row after another: 16 prompt tokens take as long as 16 steps."""
 
 
+def of_others(form: str, config: ling3.Ling3Config) -> Scheme | None:
+    """A format that ling3 only reads (integers of AWQ and GPTQ, W8A8, FP8-dynamic), or None for others."""
+    group = 128 if config.moe_intermediate_size % 128 == 0 else 32
+    zeros = {"bits": 4, "group": group, "symmetric": False, "ordered": False}
+    return {
+        "zeros4": Scheme(PackedIntegers, tuple(zeros.items())),
+        "int8-rows": Scheme(Int8Channels),
+        "fp8-rows": Scheme(Fp8Channels),
+    }.get(form)
+
+
 def quantized(config: ling3.Ling3Config, scratch: Path, form: str) -> Path:
     """The random checkpoint of a config with all its matrices in a format, written if it is not there yet."""
     source = checkpoint(config, scratch)
     out = source.with_name(f"{source.name}-{form}")
-    if not out.exists():
+    if out.exists():
+        return out
+    if (scheme := of_others(form, config)) is None:
         ling3.quantize(source, out, form, keep=())
+        return out
+    raw = as_compressed(scheme, ["Linear"], [])
+    model = ling3.init(dataclasses.replace(config, quantization_config=raw), key=jax.random.key(0), dtype=jnp.bfloat16)
+
+    def with_half_scales(node: Any) -> Any:
+        """AWQ and GPTQ have float16 scales."""
+        return eqx.tree_at(lambda own: own.weight_scale, node, replace_fn=lambda scale: scale.astype(jnp.float16))
+
+    integers = lambda node: isinstance(node, PackedIntegers)  # noqa: E731
+    model = jax.tree.map(lambda node: with_half_scales(node) if integers(node) else node, model, is_leaf=integers)
+    ling3.save(model, out, tokenizer_from=None)
     return out
 
 
@@ -141,6 +169,24 @@ def int4_1(setting: Setting) -> Trial:
 def mxfp4_1(setting: Setting) -> Trial:
     """A seventh of the bytes, with powers of two as scales."""
     return _decode(setting, "mxfp4", 1)
+
+
+@case("formats/zeros4-1", "The same in AWQ's and GPTQ's integers.", wanted={WIDE: 4.5, FLOOR: 0.65})
+def zeros4_1(setting: Setting) -> Trial:
+    """An eighth of the bytes, with a scale in float16 and a zero point for each group of 128."""
+    return _decode(setting, "zeros4", 1)
+
+
+@case("formats/int8-rows-1", "The same in INT8 with a scale for each row.", wanted={WIDE: 3.0, FLOOR: 0.8})
+def int8_rows_1(setting: Setting) -> Trial:
+    """A quarter of the bytes, as in `int-quantized`."""
+    return _decode(setting, "int8-rows", 1)
+
+
+@case("formats/fp8-rows-1", "The same in FP8 with a scale for each row.", wanted={WIDE: 3.0, FLOOR: 0.8})
+def fp8_rows_1(setting: Setting) -> Trial:
+    """A quarter of the bytes, as in `float-quantized`."""
+    return _decode(setting, "fp8-rows", 1)
 
 
 @case("formats/int4-8", "A decode step of 8 rows in INT4, each another prompt.", wanted={PEER: 1.5}, rounds=3)
