@@ -32,7 +32,7 @@ PEER_PROMPT, PEER_NEW = 2, 4
 def of_others(form: str, config: ling3.Ling3Config) -> Scheme | None:
     """A format that ling3 only reads (integers of AWQ and GPTQ, W8A8, FP8-dynamic), or None for others."""
     group = 128 if config.moe_intermediate_size % 128 == 0 else 32
-    zeros = {"bits": 4, "group": group, "symmetric": False, "ordered": False}
+    zeros = {"bits": 4, "group": group, "symmetric": False}
     return {
         "zeros4": Scheme(PackedIntegers, tuple(zeros.items())),
         "int8-rows": Scheme(Int8Channels),

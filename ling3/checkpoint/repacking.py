@@ -45,7 +45,7 @@ def repacked(source: StoredTensors, quantization: Quantization | None) -> Stored
         module, _, field = name.rpartition(".")
         if field == "qweight":
             own = _Integers(module, source, options["bits"], quantization.method == "awq", adds_one)
-            new.update(own.tensors(options["ordered"]))
+            new.update(own.tensors("ordered" in options))
         elif field not in ("qzeros", "scales", "g_idx") or f"{module}.qweight" not in source:
             new[name] = tensor
     return new

@@ -26,7 +26,7 @@ class Quantize(Command):
     overwrite: bool = False
     """Replace the checkpoint in the directory; files that are not part of it stay."""
     group: WholeNumber = None
-    """With int4 and int8: consecutive numbers of a row that share a scale, 32 or 128; by default 32."""
+    """With int4 and int8: consecutive numbers of a row that share a scale, 32, 64 or 128; by default 32."""
     keep: str = "lm_head"
     """Modules that stay as they are: comma-separated parts of their names, or patterns (re:...)."""
     mtp: bool = False

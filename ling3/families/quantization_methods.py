@@ -243,8 +243,9 @@ def _integers(raw: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], fre
         "bits": raw["bits"],
         "group": None if raw["group_size"] == -1 else raw["group_size"],
         "symmetric": False,
-        "ordered": raw.get("desc_act") is True and raw["group_size"] != -1,
     }
+    if raw.get("desc_act") is True and raw["group_size"] != -1:
+        options["ordered"] = True
     scheme = Scheme(PackedIntegers, tuple(options.items()))
     return (SchemeGroup(("Linear",), scheme),), ("lm_head",), []
 

@@ -82,8 +82,9 @@ class PackedIntegers(CompressedTensors):
     def options(cls, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The options of `init`; the group size is None for one scale per row."""
         group = None if weights["strategy"] == "channel" else weights["group_size"]
-        more = {"symmetric": weights["symmetric"], "ordered": weights.get("actorder") in ORDERS}
-        return {"bits": weights["num_bits"], "group": group, **more}
+        options = {"bits": weights["num_bits"], "group": group}
+        options |= {} if weights["symmetric"] else {"symmetric": False}
+        return options | ({"ordered": True} if weights.get("actorder") in ORDERS else {})
 
     @classmethod
     def weights(cls, options: Mapping[str, Any]) -> dict[str, Any]:
