@@ -17,8 +17,9 @@ def is_scale(leaf: ArrayLeaf) -> bool:
 def is_of_zeros(leaf: ArrayLeaf, name: str, source: StoredTensors) -> bool:
     """True if scales of 0 in the tensor `name` multiply only zeros, as after pruning."""
     module = name.rpartition(".")[0]
-    fields = [field for field in leaf.module.STORED if f"{module}.{field}" in source]
-    stored = {field: source[f"{module}.{field}"].array() for field in fields}
+    names = {field: f"{module}.{field}" for field in leaf.module.STORED if field != "weight_shape"} | {leaf.field: name}
+    fields = [field for field, own in names.items() if own in source]
+    stored = {field: source[names[field]].array() for field in fields}
     scales = stored[leaf.field]
     stored[leaf.field] = (scales.astype(np.float32) == 0).astype(scales.dtype)
     arrays = [jnp.asarray(stored[field]) for field in fields]

@@ -32,7 +32,7 @@ def on_the_kernel():
 
 
 def test_the_kernels_read_every_type():
-    assert set(products.LAYOUTS) == set(BLOCKS)
+    assert set(products.LAYOUTS) == {"channels", *BLOCKS}
 
 
 def blocks_of(block, columns):
