@@ -171,6 +171,7 @@ class TestModel:
         monkeypatch.setitem(products.LEAST, "dense", 2**40)
         monkeypatch.setattr(kda, "LEAST", 2**40)
         model = open_model(config)
+        # Of other tokens one is ill-conditioned: the plain form alone moves by 1e-4 with XLA's optimizations.
         tokens = jax.random.randint(jax.random.key(2), (2, 40), 0, config.vocab_size, jnp.int32)
         program = jax.jit(lambda m, t: m(t))
         assert "ling3_experts_" in program.lower(model, tokens).as_text()
