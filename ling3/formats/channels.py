@@ -44,17 +44,9 @@ class Channels(CompressedTensors):
             "num_bits": (8,),
             "type": (cls.TYPE,),
             "strategy": ("channel",),
-            "symmetric": (True,),
             "group_size": (None, -1),
-            "actorder": (None, False, "weight", "static"),
             "scale_dtype": (None,),
         }
-
-    @classmethod
-    def options(cls, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """No options: the class alone says everything."""
-        del weights
-        return {}
 
     @classmethod
     def weights(cls, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,12 +106,6 @@ class Mxfp4(FourBits, CompressedTensors):
         return own | {"scale_dtype": ("torch.uint8", "uint8", None)}
 
     @classmethod
-    def options(cls, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """No options, as there is one kind."""
-        del weights
-        return {}
-
-    @classmethod
     def weights(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """The `weights` fields of this format."""
         del options
