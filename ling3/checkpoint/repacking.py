@@ -8,9 +8,10 @@ All of them are (q - zero) · scale, with the same q and zero in other places:
     ling3      [out, in / 8], 8 inputs       [out / 8, groups], 8 outputs   [out, groups]
 
 (8 is 4 for integers of 8 bits.) AWQ's words have their outputs in the order `AWQ_ORDER` (AutoAWQ 0.2.9,
-`packing_utils.py`). GPTQ's first format has zero - 1 in place of zero (AutoGPTQ 0.7.1, `qlinear_cuda_old.py`); its
-`gptq_v2` has zero. With an activation order (`desc_act`, `actorder: group`), `g_idx` has the group of each input, and
-the inputs are sorted by group here: `weight_g_idx` becomes the order of the sorted inputs. Nothing is rounded.
+`packing_utils.py`). GPTQ's first format has zero - 1 in place of zero, modulo 2^bits (AutoGPTQ 0.7.1,
+`qlinear_cuda_old.py`); its `gptq_v2` has zero. With an activation order (`desc_act`, `actorder: group`), `g_idx` has
+the group of each input, and the inputs are sorted by group here: `weight_g_idx` becomes the order of the sorted inputs.
+Nothing is rounded.
 """
 
 import functools
@@ -21,6 +22,7 @@ from jaxtyping import Int32, Shaped
 
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors
 from ling3.families.quantization import Quantization
+from ling3.families.quantization_methods import REPACKED
 from ling3.formats import PackedIntegers
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -35,7 +37,7 @@ def repacked(source: StoredTensors, quantization: Quantization | None) -> Stored
     """
     if quantization is None:
         return source
-    if quantization.method not in ("awq", "gptq"):
+    if quantization.method not in REPACKED:
         return _with_orders(source)
     options = dict(quantization.groups[0].scheme.options)
     raw = quantization.to_dict()
@@ -92,6 +94,8 @@ class _Integers:
         for tensor in (words, zeros):
             if tensor.dtype != "I32":
                 raise CheckpointError(f"{tensor}: found {tensor.dtype}; expected I32")
+        if self.inner % self.per:
+            raise CheckpointError(f"{words}: found {self.inner} inputs; expected a multiple of {self.per}")
 
     def tensors(self, ordered: bool) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors of `PackedIntegers` for this matrix, by name; with an order of its inputs if `ordered`."""
@@ -156,6 +160,8 @@ class _Integers:
 
 def _order(groups: StoredTensor, count: int) -> Int32[np.ndarray, " inner"]:
     """The inputs sorted by group, from the group of each input. Raises CheckpointError for groups of several sizes."""
+    if groups.dtype not in ("I32", "I64") or len(groups.shape) != 1:
+        raise CheckpointError(f"{groups}: found {groups.dtype}{list(groups.shape)}; expected a vector of I32")
     own = groups.array()
     inner = own.shape[0]
     sizes = np.bincount(own, minlength=count) if own.min() >= 0 else np.zeros(0, np.int64)

@@ -14,7 +14,7 @@ from ling3.checkpoint.repacking import repacked
 from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families import family_of
 from ling3.families.quantization import Quantization, in_floats, quantization_of
-from ling3.families.quantization_methods import Scheme, SchemeGroup, as_compressed
+from ling3.families.quantization_methods import REPACKED, Scheme, SchemeGroup, as_compressed
 from ling3.formats import Fp4, Fp8, GgufBlocks, KeyValueHalves, fp8
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Matrix
@@ -38,7 +38,7 @@ def as_stored(config: Any, source: StoredTensors, *, mtp: bool = False) -> tuple
     """
     said = quantization_of(config)
     source = repacked(source, said)
-    if said is None or said.method not in ("awq", "gptq"):
+    if said is None or said.method not in REPACKED:
         return _with_stored_formats(config, source, mtp), source
     [scheme] = {group.scheme for group in said.groups}
     stored: dict[str, Scheme | None] = {}

@@ -110,7 +110,7 @@ def _fp8(raw: Mapping[str, Any]) -> Reading:
     ignore = _strings(raw, skips, problems)
     if raw.get(skips) is None:
         ignore = ("lm_head",)  # the default of transformers
-    rounding = Rounding("float", fp8.BLOCK)
+    rounding = Rounding("float", fp8.BLOCK) if raw.get("activation_scheme") == "dynamic" else None
     groups = [SchemeGroup((), Scheme(Fp8, (("powers", raw.get("scale_fmt") == "ue8m0"),), rounding))]
     if raw.get("expert_dtype") == "fp4":
         groups.insert(0, SchemeGroup(("re:.*experts",), Scheme(Fp4)))
@@ -273,5 +273,5 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Reading]] = {
     "gguf": lambda raw: ((), (), list(_only(raw, {}, ("quant_method",)))),
 }
 """How the config of each method is read."""
-IN_HEADERS = ("awq", "gptq", "gguf")
-"""The methods whose files show which matrices are quantized."""
+REPACKED = ("awq", "gptq")
+"""The methods whose tensors become `pack-quantized` ones while they are read (`checkpoint/repacking.py`)."""

@@ -33,12 +33,15 @@ def drawn(method, bits, inner=256, outer=48, group=64):
     def words(*shape):
         return draw.integers(-(2**31), 2**31, shape).astype(np.int32)
 
-    return {
+    tensors = {
         "qweight": words(*((inner, outer // per) if method == "awq" else (inner // per, outer))),
         "qzeros": words(inner // group, outer // per),
         "scales": draw.uniform(0.001, 0.1, (inner // group, outer)).astype(np.float16),
         "g_idx": draw.permutation(np.arange(inner) // group).astype(np.int32),
     }
+    if method == "gptq":  # zeros of all ones are 0 to one class of AutoGPTQ and 2^bits to the other
+        tensors["qzeros"] &= np.int32(0x77777777 if bits == 4 else 0x7F7F7F7F)
+    return tensors
 
 
 def matrix_of(directory, raw, tensors):
@@ -60,15 +63,16 @@ def matrix_of(directory, raw, tensors):
     ("raw", "digest"),
     [
         (AWQ | {"group_size": 64}, "15c7e3b603d24188"),
-        (GPTQ | {"group_size": 64}, "415c400d3e9d6465"),
-        (GPTQ | {"group_size": 64, "desc_act": True}, "ff45ea833b1e03ed"),
-        (GPTQ | {"group_size": 64, "bits": 8}, "fb474c9049c14102"),
-        (GPTQ | {"group_size": 64, "bits": 8, "desc_act": True}, "dd386e1e6ebbf517"),
+        (GPTQ | {"group_size": 64}, "c9649d2db191abf1"),
+        (GPTQ | {"group_size": 64, "desc_act": True}, "4a23d0affff9d915"),
+        (GPTQ | {"group_size": 64, "bits": 8}, "e7ebb2b1e402b007"),
+        (GPTQ | {"group_size": 64, "bits": 8, "desc_act": True}, "afd203cccf55646f"),
     ],
     ids=["awq", "gptq", "gptq-ordered", "gptq-8", "gptq-8-ordered"],
 )
 def test_the_numbers_are_the_authors_bit_for_bit(raw, digest, tmp_path):
-    """The digests are of float16 numbers by AutoAWQ 0.2.9 (`dequantize_gemm`) and AutoGPTQ 0.7.1 (`qlinear_cuda*`)."""
+    """The digests are of float16 numbers by AutoAWQ 0.2.9 (`dequantize_gemm`) and by AutoGPTQ 0.7.1: of `qlinear_cuda`
+    with an activation order, of `qlinear_cuda_old` without one."""
     tensors = drawn(raw["quant_method"], raw["bits"])
     if raw["quant_method"] == "awq":
         tensors.pop("g_idx")
@@ -232,6 +236,16 @@ KEY = "model.layers.0.attention.q_proj"
             GPTQ | {"desc_act": True},
             lambda t: t.update({f"{KEY}.g_idx": np.zeros(64, np.int32)}),
             "groups of several sizes; expected 2 groups of 32",
+        ),
+        (
+            GPTQ | {"desc_act": True},
+            lambda t: t.update({f"{KEY}.g_idx": np.zeros(64, np.float32)}),
+            r"g_idx, in .*: found F32\[64\]; expected a vector of I32",
+        ),
+        (
+            AWQ | {"group_size": -1},
+            lambda t: t.update({f"{KEY}.qweight": np.zeros((60, 8), np.int32)}),
+            "qweight, in .*: found 60 inputs; expected a multiple of 8",
         ),
         (GPTQ | {"desc_act": True}, lambda t: t.pop(f"{KEY}.g_idx"), "found no .*g_idx, which GPTQ stores"),
     ],
