@@ -309,7 +309,7 @@ def _ranges(layers: list[int]) -> str:
 
 def _line(path: str, row: ArrayRow, width: int) -> Text:
     """An array in columns, then its published name and shape if different, on a second line if `width` is too small."""
-    line = f"{path:<33}  {list(row.shape)!s:>17}  {row.dtype:<8}  {row.parameters:>13,}"
+    line = f"{path}  {str(list(row.shape)).rjust(50 - len(path))}  {row.dtype:<8}  {row.parameters:>13,}"
     if row.published != row.path:
         published = f"{row.published.removeprefix(row.path.removesuffix(row.place[2]))} {list(row.published_shape)}"
     elif row.published_shape != row.shape:
