@@ -101,7 +101,7 @@ def _wrong_shapes(leaf: ArrayLeaf, weights: Sequence[Weight], source: StoredTens
     for (_, stored, _), group in itertools.groupby([source[weight.name] for weight in weights], kind_of):
         own = list(group)
         found = np.empty((len(own), 2), DTYPES[stored])
-        if own[0].made is None:
+        if own[0].put is None:
             read_stack(own, 0, found)
         else:
             found[:] = [tensor.array() for tensor in own]
@@ -149,4 +149,4 @@ def stored_as(leaf: ArrayLeaf) -> tuple[str, ...]:
 
 def kind_of(tensor: StoredTensor) -> tuple[OpenFile, str, bool]:
     """A tensor's file and dtype, and whether it is stored as it is: tensors in a row of one kind are read together."""
-    return tensor.file, tensor.dtype, tensor.made is None
+    return tensor.file, tensor.dtype, tensor.put is None

@@ -55,7 +55,7 @@ class Copy(NamedTuple):
         it is one block.
         """
         rows, columns = self.target.shape
-        if self.tensor.made is not None and self.tensor.dtype not in _EXPONENTS:
+        if self.tensor.put is not None and self.tensor.dtype not in _EXPONENTS:
             yield 0, 0, self.target
             return
         across = min(columns, BLOCK)

@@ -109,6 +109,9 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
     def made(published: str) -> np.ndarray:
         return _made(gguf, config, parts[published])
 
+    def put(published: str, out: np.ndarray) -> None:
+        out[...] = made(published)
+
     for name, tensor in sorted(gguf.tensors.items()):
         if name == ROPE_FREQUENCIES:
             continue
@@ -128,10 +131,10 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
         elif path.endswith((".A_log", ".kv_b_proj.weight")):
             shape = _made_shape(gguf, parts[published])
             tensors[published] = StoredTensor(
-                tensor.file, published, "F32", shape, tensor.start, made=functools.partial(made, published)
+                tensor.file, published, "F32", shape, tensor.start, put=functools.partial(put, published)
             )
         elif paired and path.endswith(_ROTATED):
-            tensors[published] = tensor._replace(name=published, made=functools.partial(made, published))
+            tensors[published] = tensor._replace(name=published, put=functools.partial(put, published))
         else:
             shape = (math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]) if "_conv1d." in path else tensor.shape
             tensors[published] = tensor._replace(name=published, shape=shape)

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import equinox as eqx
 import jax
@@ -284,7 +284,7 @@ def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) 
         return
     for _, group in itertools.groupby(enumerate(weights), lambda item: kind_of(source[item[1].name])):
         numbers, own = zip(*group, strict=True)
-        if own[0].whole is not None or source[own[0].name].made is not None:
+        if own[0].whole is not None or source[own[0].name].put is not None:
             for number, weight in zip(numbers, own, strict=True):
                 yield from _rows(weight, source, array[number])
             continue
@@ -292,6 +292,7 @@ def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) 
         yield Copy(stack[0], target, 0, target.size, stack=stack)
 
 
+@no_type_check
 def _rows(
     weight: Weight,
     source: StoredTensors,

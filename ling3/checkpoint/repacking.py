@@ -16,6 +16,7 @@ Nothing is rounded.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Int32, Shaped
@@ -27,6 +28,8 @@ from ling3.formats import PackedIntegers
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that the lowest four bits of a word of AWQ have, among its eight, then the next ones."""
+SLICE = 2**22
+"""Words of a tensor that are in memory beside the array that they are put into."""
 
 
 def repacked(source: StoredTensors, quantization: Quantization | None) -> StoredTensors:
@@ -61,17 +64,21 @@ def _with_orders(source: StoredTensors) -> StoredTensors:
         words, scales = source.get(f"{module}.weight_packed"), source.get(f"{module}.weight_scale")
         if field != "weight_g_idx" or words is None or scales is None:
             continue
-        order = functools.partial(_order, groups, scales.shape[-1])
-        new[name] = groups._replace(made=order)
-        new[words.name] = words._replace(made=functools.partial(_sorted, words, order))
+        count = scales.shape[-1]
+        new[name] = groups._replace(put=functools.partial(_put_order, groups, count))
+        new[words.name] = words._replace(put=functools.partial(_put_sorted, words, groups, count))
     return new
 
 
-def _sorted(words: StoredTensor, order: Callable[[], Int32[np.ndarray, " inner"]]) -> Int32[np.ndarray, "outer words"]:
-    """The packed numbers with their columns in this order."""
-    columns, stored = order(), words.array()
+def _put_sorted(words: StoredTensor, groups: StoredTensor, count: int, out: Int32[np.ndarray, "outer words"]) -> None:
+    """The packed numbers with their columns sorted by group."""
+    columns, stored = _order(groups, count), words.array()
     bits = 32 * stored.shape[-1] // columns.shape[0]
-    return _packed(_unpacked(stored, bits)[:, columns], bits)
+    out[:] = _packed(_unpacked(stored, bits)[:, columns], bits)
+
+
+def _put_order(groups: StoredTensor, count: int, out: Int32[np.ndarray, " inner"]) -> None:
+    out[:] = _order(groups, count)
 
 
 class _Integers:
@@ -100,21 +107,22 @@ class _Integers:
     def tensors(self, ordered: bool) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors of `PackedIntegers` for this matrix, by name; with an order of its inputs if `ordered`."""
         words, zeros, scales = (self._stored(field) for field in ("qweight", "qzeros", "scales"))
-        made: dict[str, tuple[StoredTensor, str, tuple[int, ...], Callable[[], np.ndarray]]] = {
-            "weight_packed": (words, "I32", (self.outer, self.inner // self.per), lambda: self._words(ordered)),
-            "weight_scale": (scales, scales.dtype, scales.shape[::-1], self._scales),
-            "weight_zero_point": (zeros, "I32", zeros.shape[::-1], self._zeros),
-            "weight_shape": (words, "I64", (2,), lambda: np.asarray([self.outer, self.inner], np.int64)),
+        put_words = self._put_awq if self.awq else functools.partial(self._put_gptq, ordered)
+        arrays: dict[str, tuple[StoredTensor, str, tuple[int, ...], Callable[[np.ndarray], None]]] = {
+            "weight_packed": (words, "I32", (self.outer, self.inner // self.per), put_words),
+            "weight_scale": (scales, scales.dtype, scales.shape[::-1], functools.partial(_put_transposed, scales)),
+            "weight_zero_point": (zeros, "I32", zeros.shape[::-1], self._put_zeros),
+            "weight_shape": (words, "I64", (2,), lambda out: np.copyto(out, (self.outer, self.inner))),
         }
         if ordered:
             groups = self._stored("g_idx")
-            order = functools.partial(_order, groups, self.groups)
-            made["weight_g_idx"] = (groups, "I32", groups.shape, order)
-        for field, (tensor, dtype, shape, make) in made.items():
+            arrays["weight_g_idx"] = (groups, "I32", groups.shape, functools.partial(_put_order, groups, self.groups))
+        for field, (tensor, dtype, shape, put) in arrays.items():
             assert field in PackedIntegers.STORED
             name = f"{self.module}.{field}"
-            yield name, StoredTensor(tensor.file, name, dtype, shape, tensor.start, made=make)
+            yield name, StoredTensor(tensor.file, name, dtype, shape, tensor.start, put=put)
 
+    @no_type_check  # called several times for each expert
     def _stored(self, field: str) -> StoredTensor:
         name = f"{self.module}.{field}"
         if name not in self.source:
@@ -124,15 +132,24 @@ class _Integers:
             )
         return self.source[name]
 
-    def _words(self, ordered: bool) -> Int32[np.ndarray, "outer words"]:
-        stored = self._stored("qweight").array()
-        if self.awq:
-            return _transposed(stored)
-        if not ordered:
-            self._check_neighbours()
-            return np.ascontiguousarray(stored.T)
-        codes = _unpacked(np.ascontiguousarray(stored.T), self.bits)
-        return _packed(codes[:, _order(self._stored("g_idx"), self.groups)], self.bits)
+    @no_type_check
+    def _put_awq(self, out: Int32[np.ndarray, "outer inner_words"]) -> None:
+        words = self._stored("qweight")
+        across = words.shape[1]
+        for first, some in _slices(across, self.inner):
+            stored = np.empty((self.inner, some), np.int32)
+            words.read(first, stored, across)
+            _put_squares(stored, out[8 * first : 8 * (first + some)])
+
+    @no_type_check
+    def _put_gptq(self, ordered: bool, out: Int32[np.ndarray, "outer inner_words"]) -> None:
+        words = self._stored("qweight")
+        if ordered:
+            codes = _unpacked(np.ascontiguousarray(words.array().T), self.bits)
+            out[:] = _packed(codes[:, _order(self._stored("g_idx"), self.groups)], self.bits)
+            return
+        self._check_neighbours()
+        _put_transposed(words, out)
 
     def _check_neighbours(self) -> None:
         """Raises CheckpointError if a file has an activation order and its config denies that (`desc_act: false`)."""
@@ -144,18 +161,30 @@ class _Integers:
                 f"{groups}: found an activation order, which quantization_config denies (desc_act: false); correct it"
             )
 
-    def _scales(self) -> Shaped[np.ndarray, "outer groups"]:
-        return np.ascontiguousarray(self._stored("scales").array().T)
-
-    def _zeros(self) -> Int32[np.ndarray, "words groups"]:
-        stored = np.ascontiguousarray(self._stored("qzeros").array().T)
+    @no_type_check
+    def _put_zeros(self, out: Int32[np.ndarray, "words groups"]) -> None:
+        stored = self._stored("qzeros").array()
         if self.awq:
-            codes = _unpacked(stored.T, 4).reshape(self.groups, -1, 8)[..., np.argsort(AWQ_ORDER)]
-            return np.ascontiguousarray(_packed(codes.reshape(self.groups, -1), 4).T)
-        if not self.adds_one:
-            return stored
-        codes = _unpacked(stored.T, self.bits) + np.uint8(1) & np.uint8(2**self.bits - 1)
-        return np.ascontiguousarray(_packed(codes, self.bits).T)
+            codes = _unpacked(stored, 4).reshape(self.groups, -1, 8)[..., np.argsort(AWQ_ORDER)]
+            stored = _packed(codes.reshape(self.groups, -1), 4)
+        elif self.adds_one:
+            stored = _packed(_unpacked(stored, self.bits) + np.uint8(1) & np.uint8(2**self.bits - 1), self.bits)
+        out[:] = stored.T
+
+
+def _slices(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """The firsts of `count` things of `size` words each, and how many from there on take `SLICE` words or less."""
+    some = max(1, SLICE // max(1, size))
+    return ((first, min(some, count - first)) for first in range(0, count, some))
+
+
+@no_type_check
+def _put_transposed(tensor: StoredTensor, out: Shaped[np.ndarray, "columns rows"]) -> None:
+    rows, columns = tensor.shape
+    for first, some in _slices(rows, columns):
+        stored = np.empty((some, columns), out.dtype)
+        tensor.read(first * columns, stored, columns)
+        out[:, first : first + some] = stored.T
 
 
 def _order(groups: StoredTensor, count: int) -> Int32[np.ndarray, " inner"]:
@@ -173,7 +202,8 @@ def _order(groups: StoredTensor, count: int) -> Int32[np.ndarray, " inner"]:
     return np.argsort(own, kind="stable").astype(np.int32)
 
 
-def _transposed(words: Int32[np.ndarray, "inner outer_words"]) -> Int32[np.ndarray, "outer inner_words"]:
+@no_type_check
+def _put_squares(words: Int32[np.ndarray, "inner outer_words"], out: Int32[np.ndarray, "outer inner_words"]) -> None:
     """AWQ's words of eight outputs as words of eight inputs."""
     (inner, across), word = words.shape, np.uint32
     # Word i of a square of eight has the outputs of input i. Swapping ever smaller quarters transposes the square.
@@ -184,18 +214,18 @@ def _transposed(words: Int32[np.ndarray, "inner outer_words"]) -> Int32[np.ndarr
                 swapped = (squares[i] >> word(4 * size) ^ squares[i + size]) & word(mask)
                 squares[i + size] ^= swapped
                 squares[i] ^= swapped << word(4 * size)
-    rows = np.empty((across, 8, inner // 8), word)
     for place, output in enumerate(AWQ_ORDER):
-        rows[:, output] = squares[place]
-    return rows.reshape(across * 8, inner // 8).view(np.int32)
+        out[output::8] = squares[place].view(np.int32)
 
 
+@no_type_check
 def _unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> Shaped[np.ndarray, "rows columns"]:
     """The unsigned integers of words, one byte for each, the lowest bits of a word first."""
     own = np.ascontiguousarray(words).view(np.uint8)
     return own if bits == 8 else np.stack([own & 15, own >> 4], axis=-1).reshape(own.shape[0], -1)
 
 
+@no_type_check
 def _packed(codes: Shaped[np.ndarray, "rows columns"], bits: int) -> Int32[np.ndarray, "rows words"]:
     """The words of unsigned integers, with zeros behind those of a row."""
     whole = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // bits))))

@@ -98,8 +98,8 @@ class StoredTensor(NamedTuple):
     start: int
     block: str = ""
     """ggml's name of the blocks that it consists of, if the file is a GGUF file; their bytes are its elements."""
-    made: Callable[[], Shaped[np.ndarray, "..."]] | None = None
-    """Returns the tensor, if the file has it in another arrangement; None if it is stored as it is."""
+    put: Callable[[np.ndarray], None] | None = None
+    """Puts the tensor into an array of its shape; None if it is read as it is stored."""
 
     def __str__(self) -> str:
         return f"{self.name}, in {self.file.path.name}"
@@ -110,6 +110,7 @@ class StoredTensor(NamedTuple):
         """The size in the file, in bytes; 0 for a dtype that cannot be read."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
 
+    @no_type_check
     def read(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
         """Fills row i of `out` with the tensor's elements from `start + i · stride` on, counted in row-major order.
 
@@ -119,10 +120,8 @@ class StoredTensor(NamedTuple):
         rows, columns = out.shape
         itemsize = DTYPES[self.dtype].itemsize
         end = start + (rows - 1) * stride + columns
-        if self.made is not None:
-            stored = self.made().reshape(-1).view(out.dtype)
-            for i, row in enumerate(out):
-                row[:] = stored[start + i * stride : start + i * stride + columns]
+        if self.put is not None:
+            self._put(start, out.view(DTYPES[self.dtype]), stride)
             return
         assert out.itemsize == itemsize and end <= math.prod(self.shape), "no such part of the tensor"
         if columns == stride and out.flags.c_contiguous:
@@ -130,6 +129,19 @@ class StoredTensor(NamedTuple):
         for i, row in enumerate(out):
             self.file.fill(row.view(np.uint8).data, self.start + (start + i * stride) * itemsize, self.name)
 
+    @no_type_check
+    def _put(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
+        """Puts the tensor into `out`, or elsewhere if that is only a part of it, which is copied then."""
+        assert self.put is not None
+        if out.size == math.prod(self.shape) and out.flags.c_contiguous:
+            self.put(out.reshape(self.shape))
+            return
+        whole = np.empty(self.shape, out.dtype)
+        self.put(whole)
+        for i, row in enumerate(out):
+            row[:] = whole.reshape(-1)[start + i * stride : start + i * stride + out.shape[1]]
+
+    @no_type_check
     def array(self) -> Shaped[np.ndarray, "..."]:
         """Reads the entire tensor. Raises CheckpointError if the file cannot be read."""
         array = np.empty(self.shape, DTYPES[self.dtype])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -157,6 +157,7 @@ def with_mtp_layers(config: Ling3Config, count: int) -> Ling3Config:
     return dataclasses.replace(config, num_nextn_predict_layers=count, **limits)
 
 
+@no_type_check  # called for every tensor
 def published_name(name: str, config: Ling3Config) -> str:
     """The checkpoint's name of the tensor at the path `name`: MTP layers are numbered after the decoder layers."""
     match name.split(".", 2):

@@ -33,6 +33,9 @@ inline uint32_t bits_of(float x) {
 }
 
 inline float widened(Float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#endif
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
   if (rest < 0x400) return (sign ? -1.0f : 1.0f) * float(rest) * 0x1p-24f;
@@ -113,6 +116,10 @@ constexpr std::make_integer_sequence<int, 4 * LANES> EVERY_BYTE;
 template <class S, class Of>
 inline void spread(int64_t part, int64_t count, int shift, S* scales, Of of) {
   const int64_t from = part * UNITS, units = std::min(UNITS, (count << shift) - from);
+  if (from >> shift == (from + units - 1) >> shift) {
+    std::fill(scales, scales + UNITS, of(from >> shift));
+    return;
+  }
   if (shift == 0 && units == UNITS) {
     for (int64_t u = 0; u < UNITS; u++) scales[u] = of(from + u);
   } else if (shift == 0) {
@@ -475,9 +482,38 @@ struct Scaled : Stored {
     }
   }
 
-  INLINE static void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) {
+  // (code - zero) · scale, not rounded to S yet.
+  INLINE static Lanes product(Words code, Lanes scale, Lanes zero) {
     typedef int32_t Signed __attribute__((vector_size(4 * LANES)));
+    const Lanes number = __builtin_convertvector((Signed)code, Lanes);
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+    // Rounded once, it is the product, if zero · scale is exact.
+    if constexpr (!POINTS || !std::is_same_v<S, float>) return multiply_add(number, scale, scale * -zero);
+#endif
+    return (number - zero) * scale;
+  }
+
+  INLINE void step(const uint8_t* at, const Scale* scales, Lanes* out, Bytes&) const {
     constexpr auto every_lane = std::make_integer_sequence<int, LANES>();
+    Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
+    Lanes numbers[IN_WORD];
+#if defined(__AVX512F__)
+    if constexpr (BITS == 4) {
+      // Where a step has one scale, its sixteen numbers are looked up.
+      if (shift >= 2) {
+        const Words codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        Lanes scale, zero = every(float(OFFSET));
+        if constexpr (POINTS) scale = every(scales[0].scale), zero = every(scales[0].zero);
+        else scale = every(scales[0]);
+        const Lanes table = nearest<S>(product(codes, scale, zero));
+#pragma GCC unroll 8
+        for (int k = 0; k < IN_WORD; k++) {
+          numbers[k] = (Lanes)_mm512_permutexvar_ps((__m512i)(words >> (BITS * k)), (__m512)table);
+        }
+        return put(numbers, out);
+      }
+    }
+#endif
     Lanes scale, zero = every(float(OFFSET));
     if constexpr (POINTS && BITS >= LANES) {
       scale = every(scales[0].scale);
@@ -492,25 +528,18 @@ struct Scaled : Stored {
       const Lanes units = *reinterpret_cast<const LooseLanes*>(scales);
       scale = picked<Repeated<BITS>>(units, units, every_lane);
     }
-    Words words = (Words) * reinterpret_cast<const LooseBytes*>(at);
     if constexpr (ZERO == SIGNED) words ^= 0x80808080;
-    Lanes numbers[IN_WORD];
 #pragma GCC unroll 8
     for (int k = 0; k < IN_WORD; k++) {
       const Words code = k == IN_WORD - 1 ? words >> (32 - BITS) : (words >> (BITS * k)) & MASK;
-      const Lanes number = __builtin_convertvector((Signed)code, Lanes);
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-      // Rounded once, it is (q - zero) · scale, if zero · scale is exact.
-      if constexpr (!POINTS || !std::is_same_v<S, float>) {
-        numbers[k] = multiply_add(number, scale, scale * -zero);
-      } else {
-        numbers[k] = (number - zero) * scale;
-      }
-#else
-      numbers[k] = (number - zero) * scale;
-#endif
-      if constexpr (!IN_PAIRS) out[k] = nearest<S>(numbers[k]);
+      numbers[k] = product(code, scale, zero);
+      if constexpr (!IN_PAIRS) numbers[k] = nearest<S>(numbers[k]);
     }
+    put(numbers, out);
+  }
+
+  // Writes the numbers in the order of `element`, rounded to bfloat16 where two are in a lane.
+  INLINE static void put(const Lanes* numbers, Lanes* out) {
 #if defined(__AVX512BF16__)
     if constexpr (IN_PAIRS) {
 #pragma GCC unroll 4
@@ -518,8 +547,11 @@ struct Scaled : Stored {
         const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)numbers[k + 1], (__m512)numbers[k]);
         put_pairs<IN_LANE>((Words)pairs, out + k / IN_LANE);
       }
+      return;
     }
 #endif
+#pragma GCC unroll 8
+    for (int k = 0; k < IN_WORD; k++) out[k] = numbers[k];
   }
 
   float number(int64_t outer, int64_t i) const {

@@ -171,7 +171,7 @@ inline int64_t decode(const F& weight, int64_t outer, int64_t part, float* to) {
     Bytes worst{};
     auto step = [&](int64_t i, const uint8_t* at) {
       Lanes numbers[F::REGISTERS];
-      F::step(at, scales + i * F::STEP / UNIT, numbers, worst);
+      weight.step(at, scales + i * F::STEP / UNIT, numbers, worst);
 #pragma GCC unroll 8
       for (int k = 0; k < F::REGISTERS; k++) {
         std::memcpy(to + (i * F::REGISTERS + k) * WIDE * LANES, &numbers[k], sizeof numbers[k]);
@@ -226,17 +226,18 @@ INLINE void tile(const float* const* x, int64_t from, int64_t steps, const Place
   place.put<SUMS>(own);
 }
 
-// A register of decoded numbers is a step of one.
-template <class F>
+// A register of decoded numbers is a step of one, whatever their format was.
+template <int OF_LANE>
 struct Decoded {
-  static constexpr int REGISTERS = 1, IN_LANE = F::IN_LANE;
+  static constexpr int REGISTERS = 1, IN_LANE = OF_LANE;
 };
 
 // The same for rows that are decoded.
-template <class F, int R, int O, int SUMS>
+template <int IN_LANE, int R, int O, int SUMS>
 void decoded_tile(const float* weight, const float* const* x, int64_t from, int64_t registers, const Place& place) {
-  tile<Decoded<F>, R, O, SUMS>(x, from, registers, place,
-                               [=](int o, int64_t i, Lanes* to) ALWAYS { *to = load(weight + (i * WIDE + o) * LANES); });
+  tile<Decoded<IN_LANE>, R, O, SUMS>(x, from, registers, place, [=](int o, int64_t i, Lanes* to) ALWAYS {
+    *to = load(weight + (i * WIDE + o) * LANES);
+  });
 }
 
 // The same for rows as they lie, of a dense format. ASK: asks for the O rows after them.
@@ -298,7 +299,7 @@ inline bool fused(const F& weight, int64_t outer, int64_t part, const float* con
     for (int o = 0; o < STRIP; o++) {
       __builtin_prefetch(asked + o * apart, 0, 1);
       Lanes numbers[F::REGISTERS];
-      F::step(at + o * stride, scale + o * UNITS, numbers, worst);
+      weight.step(at + o * stride, scale + o * UNITS, numbers, worst);
       // Otherwise the compiler holds all of x's numbers from one row of the weight to the next, on the stack.
 #pragma GCC unroll 8
       for (int r = 0; r < (HELD ? 0 : R); r++) asm("" : "+r"(rows[r]));
@@ -344,7 +345,8 @@ void few(const F& weight, int64_t begin, int64_t end, const float* const* x, flo
       alignas(64) float decoded[WIDE * PART];
       for (int64_t o = 0; o < wide; o++) {
         const int64_t registers = decode(weight, outer + o, p, decoded);
-        decoded_tile<F, R, 1, STRIP>(decoded, rows, 0, registers, {sums + o, p == 0, p == parts - 1, to, outer + o});
+        const Place own_place{sums + o, p == 0, p == parts - 1, to, outer + o};
+        decoded_tile<F::IN_LANE, R, 1, STRIP>(decoded, rows, 0, registers, own_place);
       }
     }
   }
@@ -411,7 +413,7 @@ void products(const F& weight, int64_t begin, int64_t end, const float* const* x
           }
           for (int64_t o = 0; o < wide; o += WIDE) {
             sized<TALL, WIDE>(last - first, wide - o, [&](auto r, auto columns) {
-              decoded_tile<F, r, columns, PANEL>(panel + o * PART, own, from, registers, place(o));
+              decoded_tile<F::IN_LANE, r, columns, PANEL>(panel + o * PART, own, from, registers, place(o));
             });
           }
         }
