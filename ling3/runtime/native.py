@@ -111,7 +111,7 @@ def _cached(stem: pathlib.Path, source: pathlib.Path, command: list[str]) -> pat
     Libraries whose content does not are damaged, and removed. Raises OSError or SubprocessError if it cannot compile.
     """
     failed = stem.with_suffix(".failed")
-    with filelock.FileLock(stem.with_name(".lock"), timeout=2 * LONGEST):
+    with filelock.FileLock(stem.with_suffix(".lock"), timeout=2 * LONGEST):
         for library in stem.parent.glob(f"{stem.name}-*.so"):
             if library.stem == f"{stem.name}-{_hash(library.read_bytes())}":
                 return library

@@ -39,7 +39,7 @@ def source(tmp_path):
 
 def files(directory):
     """What is in it, but for the lock."""
-    return [path for path in directory.iterdir() if path.name != ".lock"]
+    return [path for path in directory.iterdir() if path.suffix != ".lock"]
 
 
 def compiler_of(tmp_path, monkeypatch, script):

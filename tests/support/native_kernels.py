@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -32,9 +33,10 @@ def installed():
         patch.setattr(products, "LEAST", dict.fromkeys(products.LEAST, 0))
         forget()
         jax.clear_caches()
-        for kernel in (attention, conv, drawing, kda, logits, products, rows):
-            assert native.missing(kernel.SOURCE) is None
-        assert native.missing(products.SOURCE, "QUANTIZED") is None
+        sources = [kernel.SOURCE for kernel in (products, attention, conv, drawing, kda, logits, rows)]
+        with ThreadPoolExecutor(2) as threads:
+            absent = threads.map(native.missing, [products.SOURCE, *sources], ["QUANTIZED", *[""] * len(sources)])
+            assert set(absent) == {None}
         yield
     forget()
     jax.clear_caches()
