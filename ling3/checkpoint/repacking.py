@@ -29,7 +29,7 @@ from ling3.formats import PackedIntegers
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that the lowest four bits of a word of AWQ have, among its eight, then the next ones."""
 SLICE = 2**22
-"""Words of a tensor that are in memory beside the array that they are put into."""
+"""The most words of a tensor that are in memory at a time, beside the array that they are put into."""
 
 
 def repacked(source: StoredTensors, quantization: Quantization | None) -> StoredTensors:
@@ -173,7 +173,7 @@ class _Integers:
 
 
 def _slices(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """The firsts of `count` things of `size` words each, and how many from there on take `SLICE` words or less."""
+    """Cuts `count` rows of `size` words into slices of at most `SLICE` words: each first row and length."""
     some = max(1, SLICE // max(1, size))
     return ((first, min(some, count - first)) for first in range(0, count, some))
 

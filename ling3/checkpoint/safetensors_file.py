@@ -131,7 +131,7 @@ class StoredTensor(NamedTuple):
 
     @no_type_check
     def _put(self, start: int, out: Shaped[np.ndarray, "rows columns"], stride: int) -> None:
-        """Puts the tensor into `out`, or elsewhere if that is only a part of it, which is copied then."""
+        """Puts the tensor into `out`; if `out` is only a part of it, makes the whole tensor and copies that part."""
         assert self.put is not None
         if out.size == math.prod(self.shape) and out.flags.c_contiguous:
             self.put(out.reshape(self.shape))
