@@ -29,7 +29,7 @@ from ling3.formats import PackedIntegers
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that the lowest four bits of a word of AWQ have, among its eight, then the next ones."""
 SLICE = 2**22
-"""The most words of a tensor that are in memory at a time, beside the array that they are put into."""
+"""The most words of a tensor that are read at a time, without an activation order, into the array of its new layout."""
 
 
 def repacked(source: StoredTensors, quantization: Quantization | None) -> StoredTensors:
