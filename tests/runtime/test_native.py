@@ -38,7 +38,7 @@ def source(tmp_path):
 
 
 def files(directory):
-    """What is in it, but for the lock."""
+    """The files in a directory, but for locks."""
     return [path for path in directory.iterdir() if path.suffix != ".lock"]
 
 
