@@ -29,7 +29,7 @@ from ling3.formats import PackedIntegers
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that the lowest four bits of a word of AWQ have, among its eight, then the next ones."""
 SLICE = 2**22
-"""The most words of a tensor that are read at a time, without an activation order, into the array of its new layout."""
+"""The most words of a tensor that are laid out anew at a time, or with an activation order the most integers."""
 
 
 def repacked(source: StoredTensors, quantization: Quantization | None) -> StoredTensors:
@@ -72,9 +72,12 @@ def _with_orders(source: StoredTensors) -> StoredTensors:
 
 def _put_sorted(words: StoredTensor, groups: StoredTensor, count: int, out: Int32[np.ndarray, "outer words"]) -> None:
     """The packed numbers with their columns sorted by group."""
-    columns, stored = _order(groups, count), words.array()
-    bits = 32 * stored.shape[-1] // columns.shape[0]
-    out[:] = _packed(_unpacked(stored, bits)[:, columns], bits)
+    order, (outer, across) = _order(groups, count), words.shape
+    bits = 32 * across // order.shape[0]
+    for first, some in _slices(outer, order.shape[0]):
+        stored = np.empty((some, across), np.int32)
+        words.read(first * across, stored, across)
+        out[first : first + some] = _packed(np.take(_unpacked(stored, bits), order, axis=1), bits)
 
 
 def _put_order(groups: StoredTensor, count: int, out: Int32[np.ndarray, " inner"]) -> None:
@@ -144,12 +147,15 @@ class _Integers:
     @no_type_check
     def _put_gptq(self, ordered: bool, out: Int32[np.ndarray, "outer inner_words"]) -> None:
         words = self._stored("qweight")
-        if ordered:
-            codes = _unpacked(np.ascontiguousarray(words.array().T), self.bits)
-            out[:] = _packed(codes[:, _order(self._stored("g_idx"), self.groups)], self.bits)
+        if not ordered:
+            self._check_neighbours()
+            _put_transposed(words, out)
             return
-        self._check_neighbours()
-        _put_transposed(words, out)
+        order = _order(self._stored("g_idx"), self.groups)
+        for first, some in _slices(self.outer, self.inner):
+            stored = np.empty((words.shape[0], some), np.int32)
+            words.read(first, stored, self.outer)
+            out[first : first + some] = _packed(np.take(_unpacked(stored.T, self.bits), order, axis=1), self.bits)
 
     def _check_neighbours(self) -> None:
         """Raises CheckpointError if a file has an activation order and its config denies that (`desc_act: false`)."""
@@ -173,7 +179,7 @@ class _Integers:
 
 
 def _slices(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cuts `count` rows of `size` words into slices of at most `SLICE` words: each first row and length."""
+    """Cuts `count` rows of `size` words into slices of at most `SLICE`: each first row and length."""
     some = max(1, SLICE // max(1, size))
     return ((first, min(some, count - first)) for first in range(0, count, some))
 
