@@ -12,7 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int32, PyTree, UInt8
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int32, PyTree, Shaped, UInt8
 
 from ling3.execution import PLAIN, Execution
 from ling3.ops.packed_kv import Packing
@@ -26,6 +26,10 @@ class Span(eqx.Module):
     b's positions [page·i, page·(i+1)) in every paged array; out-of-range indices mean no page. `execution` is how the
     pass runs. `recorder` records arrays inside the pass, or changes them at a `site`. The decoder fills in the
     `tokens`, for feed-forwards that look experts up by token id.
+
+    With `rows_each` above 1 that many neighbouring rows, of one column, are one sequence: its newest token and drafts
+    of those after it. They share pages, so that paged attention needs nothing else; other arrays have a row for each
+    sequence, and are returned as `Drafted`. All else computes such rows like those of other sequences.
     """
 
     start: Int32[Array, " batch"]
@@ -34,6 +38,7 @@ class Span(eqx.Module):
     execution: Execution = eqx.field(static=True, default=PLAIN)
     recorder: Recorder = eqx.field(static=True, default=SILENT)
     tokens: Int[Array, "batch seq"] | None = None
+    rows_each: int = eqx.field(static=True, default=1)
 
     @staticmethod
     def whole(batch: int, seq: int, execution: Execution = PLAIN, recorder: Recorder = SILENT) -> "Span":
@@ -57,6 +62,10 @@ class Span(eqx.Module):
     def cleared(self, x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
         """`x` with zeros in place of padding, which stay zeros through most layers: CPU kernels skip them."""
         return jnp.where(self.valid(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
+    def by_sequence(self, x: Shaped[Array, "rows 1 *rest"]) -> Shaped[Array, "sequences drafted *rest"]:
+        """The rows of each sequence, in order."""
+        return x.reshape(-1, self.rows_each, *x.shape[2:])
 
     @property
     def watched(self) -> bool:
@@ -186,6 +195,14 @@ class KDAState(Shared):
         return 1, 2
 
 
+class Drafted(eqx.Module):
+    """A mixer's state after a span whose rows are drafts (`Span.rows_each`), of which only the first will be kept."""
+
+    @abc.abstractmethod
+    def kept(self, count: Int32[Array, " sequences"]) -> "State":
+        """The state after the first `count` tokens of each sequence, with the bits of as many single steps."""
+
+
 State = PyTree
 """A mixer's memory: a pytree of arrays with a row per slot and of `Paged` nodes."""
 
@@ -201,6 +218,15 @@ class Cache(eqx.Module):
         """The most tokens that a row has room for; without a paged array, as many as positions can count."""
         sizes = [paged.page_size for paged in pages_of(self.layers)]
         return self.table.shape[1] * min(sizes) if sizes else 2**31 - 1
+
+
+def kept(states: "State", count: Int32[Array, " sequences"]) -> "State":
+    """The states after the first `count` tokens of each sequence of a span of drafts; pages need nothing."""
+    return jax.tree.map(
+        lambda node: node.kept(count) if isinstance(node, Drafted) else node,
+        states,
+        is_leaf=lambda node: isinstance(node, Drafted),
+    )
 
 
 def is_paged(node: object) -> bool:

@@ -185,6 +185,8 @@ class Loop(Requests):
         running, calls = self.scheduler.running, []
         ready = [each for each in running if each.decoding and each.left > 0 and not (each.synchronous and each.ahead)]
         ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
+        for sequence in ready:
+            sequence.guess()
         first = [each for each in ready if not (each.token_ids or each.ahead)]
         self.counts["prompt_tokens"] += len(first)  # each prompt's last token
         synchronous = self._decode_in([each for each in ready if each.synchronous], self.settings.decode_steps, 2)
@@ -201,13 +203,17 @@ class Loop(Requests):
     def _decode_in(self, sequences: Sequence[TokenSequence], steps: int, idle: int) -> list[Call]:
         """Dispatches calls of at most `steps` steps, of which at most 1/`idle` of the row-steps give no token."""
         calls = []
-        for some in self.scheduler.alike(sequences, self.runner.shapes.rows[-1]):
+        most, drafts = self.runner.shapes.rows[-1], self.settings.draft_tokens
+        for some in self.scheduler.alike(sequences, most, drafts + 1):
             plans = [sequence.plan(steps) for sequence in some]
             if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
                 plans = [sequence.plan(together) for sequence in some]
             count = smallest(self.runner.shapes.rows, max(Counter(sequence.memory.group for sequence in some).values()))
+            if some[0].drafts:
+                count = most // (drafts + 1)
             where, rows = block_table(some, count, self.runner.shapes)
-            results = self.runner.decode(step_batch(where, rows, plans), rows, some)
+            batch = step_batch(where, rows, plans, drafts)
+            results = self.runner.decode(batch, rows, some)
             self.counts["decode_calls"] += 1
             for sequence, plan in zip(some, plans, strict=True):
                 sequence.ahead += plan.count
@@ -267,8 +273,8 @@ def prompt_batch(where: Rows, rows: Sequence[int], chunks: Sequence[Sequence[int
     return Batch(where, tokens, lengths)
 
 
-def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> Batch:
-    """The input of `decode`: the number of tokens that each row gets, its forced tokens and its mask."""
+def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], drafts: int = 0) -> Batch:
+    """The input of `decode`: the number of tokens that each row gets, its forced tokens and its mask, or its drafts."""
     words = max((len(plan.mask) for plan in plans if plan.mask is not None), default=0)
     lengths = np.zeros(len(where.table), np.int32)
     known = words or any(plan.forced for plan in plans)
@@ -279,7 +285,12 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> B
         tokens[row, : len(plan.forced)] = plan.forced
         if plan.mask is not None:
             masks[row] = plan.mask
-    return Batch(where, tokens, lengths, masks if words else None)
+    if not plans[0].drafts:
+        return Batch(where, tokens, lengths, masks if words else None)
+    guesses = np.full((len(lengths), drafts), -1, np.int32)
+    for row, plan in zip(rows, plans, strict=True):
+        guesses[row, : len(plan.drafts)] = plan.drafts
+    return Batch(where, tokens, lengths, drafts=guesses)
 
 
 class Engine(Front):

@@ -20,11 +20,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from ling3.cache import Span
+from ling3.cache import Span, kept
 from ling3.engine.arrays import AnyArray
 from ling3.engine.masks import mask_of_step
 from ling3.engine.pool import Pool, Rows
-from ling3.engine.sampling import Choice, choose_active, scored
+from ling3.engine.sampling import Choice, choose_active, ends, scored
 from ling3.engine.settings import DECODE_STEPS
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
@@ -49,6 +49,7 @@ class Batch(eqx.Module):
     lengths: Int32[AnyArray, " rows"]
     masks: UInt32[AnyArray, "rows words"] | None = None
     targets: Int32[AnyArray, "rows seq"] | None = None  # `extend` only: the tokens to score, each follows its place
+    drafts: Int32[AnyArray, "rows drafts"] | None = None  # `decode` only: guesses of the tokens after the newest; or -1
     interventions: tuple[Intervention, ...] = ()  # those of each row, `stacked`
     want: tuple[str, ...] = eqx.field(static=True, default=())  # `extend` only: recorder paths to return
 
@@ -123,8 +124,12 @@ def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> t
     """Samples up to `lengths` tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none.
 
     A row's first step puts its newest token into the caches: the last one of its prompt, or the last one sampled.
+
+    With `drafts` it takes the newest token and the drafts in one pass, and keeps the tokens up to the first that a
+    draft did not foresee, `[rows, drafts + 1]`. They have the bits of as many steps.
     """
-    return _on_every_device(functools.partial(_decode, execution=execution), model, batch, pool)
+    run = _decode if batch.drafts is None else _verify
+    return _on_every_device(functools.partial(run, execution=execution), model, batch, pool)
 
 
 Carry = tuple[Int32[Array, ""], Bool[Array, ""], Choice, Pool]
@@ -160,6 +165,46 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
     first = jnp.zeros((), jnp.int32)
     *_, out, view = lax.while_loop(lambda carry: carry[1], one_step, (first, any_active(first, view), out, view))
     return out, pool.put(rows, view)
+
+
+def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
+    rows, view = batch.rows, pool.take(batch.rows, execution.take_rows)
+    assert batch.drafts is not None, "decoded without drafts"
+    tokens = jnp.concatenate([view.token[:, None], batch.drafts], axis=1)
+    sequences, each = tokens.shape
+    steps = jnp.arange(each, dtype=jnp.int32)
+    offered = ~view.done[:, None] & (steps < batch.lengths[:, None]) & (tokens >= 0)
+    start = view.length[:, None] + steps
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    def repeated(x: Array) -> Array:
+        return jnp.repeat(x, each, axis=0)
+
+    def by_sequence(x: Array) -> Array:
+        return x.reshape(sequences, each, *x.shape[1:])
+
+    table = repeated(jnp.asarray(rows.table))
+    span = Span(by_row(start), by_row(offered).astype(jnp.int32), table, execution, rows_each=each)
+    hidden, layers = model.model(by_row(jnp.maximum(tokens, 0))[:, None], view.layers, span)
+    logits, sampling = model.logits(hidden, execution)[:, 0], jax.tree.map(repeated, view.sampling)
+    choice = choose_active(logits, sampling, by_row(start + 1), by_row(offered), execution)
+    ended = by_sequence(ends(choice.token, sampling, by_row(start + 1))) | (start + 2 >= view.until[:, None])
+    choice = jax.tree.map(by_sequence, choice)
+    foreseen = (choice.token[:, :-1] == tokens[:, 1:]) & ~ended[:, :-1]
+    given = offered & jnp.cumprod(jnp.pad(foreseen, ((0, 0), (1, 0)), constant_values=True), axis=1).astype(bool)
+    count = given.sum(axis=1, dtype=jnp.int32)
+    newest = (jnp.arange(sequences, dtype=jnp.int32), jnp.maximum(count - 1, 0))
+    view = dataclasses.replace(
+        view,
+        layers=kept(layers, count),
+        length=view.length + count,
+        token=jnp.where(count > 0, choice.token[newest], view.token),
+        done=jnp.where(count > 0, ended[newest], view.done),
+    )
+    choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(given, choice.token, -1))
+    return choice, pool.put(rows, view)
 
 
 def _on_every_device(

@@ -19,6 +19,7 @@ from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
 from ling3.engine.snapshots import Continued, Snapshot
+from ling3.engine.speculation import Speculation
 from ling3.intervention import Intervention, sites
 from ling3.mesh.sharded import placement_of
 from ling3.runtime.parameters import ParameterError
@@ -102,6 +103,8 @@ class Intake:
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
         stepwise = params.keep and (self.shapes.window is not None or bool(params.stop))
+        plain = constraint is None and not (params.adjusts or request.interventions or stepwise)
+        guesses = Speculation.of(self.settings) if plain else None
         for index in range(params.n):
             sequence = TokenSequence(
                 request,
@@ -114,7 +117,8 @@ class Intake:
                 constraint=constraint and constraint.copy(),
                 prefill_end=len(ids) - 1,
                 stepwise=stepwise,
-                synchronous=stepwise or constraint is not None,
+                synchronous=stepwise or constraint is not None or guesses is not None,
+                speculation=guesses,
                 reads_prefixes=params.prompt_logprobs is None and not request.interventions,
                 keeps_prefixes=not request.interventions,
             )

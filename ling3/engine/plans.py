@@ -23,6 +23,8 @@ class StepPlan:
     """The first tokens, if the grammar forces them."""
     mask: UInt32[np.ndarray, " words"] | None = None
     """The tokens that may follow the forced ones, as in `masks.py`; None allows any."""
+    drafts: Sequence[int] = ()
+    """Guesses of the tokens, all but the last of which are checked in one pass: `count` is one more."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:

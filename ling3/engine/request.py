@@ -15,6 +15,7 @@ from ling3.engine.plans import StepPlan
 from ling3.engine.sampling import NOT_A_NUMBER
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.snapshots import Snapshot
+from ling3.engine.speculation import Speculation
 from ling3.intervention import Intervention, structure
 from ling3.text.detokenizer import StopStrings, StreamDecoder
 
@@ -154,6 +155,11 @@ class TokenSequence:
     """The tokens at the prompt's end that are the same answer's, if it continues a snapshot of an answer."""
 
     memory: SequenceMemory = dataclasses.field(default_factory=SequenceMemory)
+    speculation: Speculation | None = None
+    """What guesses its next tokens; None if each is sampled after the one before."""
+    drafts: Sequence[int] = ()
+    """The guesses for its next call."""
+
     times: Times = dataclasses.field(default_factory=Times)
     cached: int = 0
     """Prompt tokens that were not computed for it, but taken from a known prefix or a snapshot."""
@@ -197,7 +203,7 @@ class TokenSequence:
         """Sequences with the same key may share a call."""
         changes = self.interventions
         alike = structure(changes) if changes else None
-        return (self.constraint is None, self.scored and not self.decoding, self.want, alike)
+        return (self.constraint is None, self.scored and not self.decoding, self.want, alike, bool(self.drafts))
 
     @property
     def decoding(self) -> bool:
@@ -240,6 +246,8 @@ class TokenSequence:
     def plan(self, most: int) -> StepPlan:
         """The sequence's plan of a decode call of `most` steps."""
         most = min(most, self.left, 1 if self.stepwise else most)
+        if self.drafts:
+            return StepPlan(1 + len(self.drafts), drafts=self.drafts)
         return StepPlan(most) if self.constraint is None else self.constraint.plan(most)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
@@ -263,6 +271,12 @@ class TokenSequence:
             if reason is not None:
                 return self.finish(reason, stop_reason=stop_reason, error=error, text=text, before=before)
         return self._delta(text, before) if len(self.token_ids) > before else None
+
+    def guess(self) -> None:
+        """Guesses the tokens of its next call, if it is decoding and all its tokens are known."""
+        self.drafts = ()
+        if self.speculation is not None and self.decoding and self.left > 1:
+            self.drafts = self.speculation([*self.prompt, *self.token_ids], self.left - 1)
 
     def take_scores(self, scores: Sequence[Logprob]) -> Delta | None:
         """Adds the scores of the prompt's next tokens; if one is NaN, ends in `error` and returns the last delta."""

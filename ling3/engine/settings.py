@@ -70,6 +70,11 @@ class EngineSettings:
     """The dtype of caches; "auto" is the weights' dtype, but at least float32 on a CPU. Recurrent states are float32 in
     any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes, and the rest
     as "auto" does; the model's entries must have the sizes of that format."""
+    speculation: Any = None
+    """"lookup", or a function of a sequence's tokens that guesses those after them (`ling3.engine.speculation`); None
+    for none. Answers keep their bits."""
+    draft_tokens: int = parameter(3, ge=1, le=DECODE_STEPS - 1)
+    """The most tokens that are guessed at a time; one more must divide decode_rows."""
     overlap: bool = parameter(True)
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 

@@ -1,15 +1,16 @@
 """Kimi Delta Attention: linear attention whose memory is one matrix per head."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Float32, Int32, PRNGKeyArray
 
-from ling3.cache import CacheSpec, KDAState, Span
+from ling3.cache import CacheSpec, Drafted, KDAState, Span
 from ling3.execution import PLAIN, Execution
 from ling3.layers.conv import ShortConv
 from ling3.layers.draw import Draw
@@ -18,6 +19,7 @@ from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import GatedRMSNorm
 from ling3.ops.kda import kda_gate, l2_normalize, state_norms
 from ling3.ops.precision import Wide, wide
+from ling3.ops.tails import continued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,52 @@ class KDAConfig:
     gate_law: OutputGate = "sigmoid"
     gate_rank: int | None = None
     """Rank of the projections of decay and output gate; None for full rank."""
+
+
+class DraftedKDA(Drafted):
+    """A KDA layer's state before some drafts, and what they would write into it."""
+
+    before: KDAState
+    k: Wide[Array, "sequences drafted heads key"]
+    v: Wide[Array, "sequences drafted heads value"]
+    g: Wide[Array, "sequences drafted heads key"]
+    beta: Wide[Array, "sequences drafted heads"]
+    inputs: Float[Array, "sequences drafted channels"]  # of the convolutions
+    execution: Execution = eqx.field(static=True)
+
+    def kept(self, count: Int32[Array, " sequences"]) -> KDAState:
+        """Takes the steps of the kept tokens again: a token whose g and beta are 0 leaves the state as it is."""
+        real = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None] < count[:, None]
+        g, beta = jnp.where(real[..., None, None], self.g, 0.0), jnp.where(real[..., None], self.beta, 0.0)
+        _, recurrent = in_turn(jnp.zeros_like(self.k), self.k, self.v, g, beta, self.before.recurrent, self.execution)
+        return KDAState(recurrent, continued(self.before.conv, self.inputs, count)[1])
+
+
+def in_turn(
+    q: Wide[Array, "sequences drafted heads key"],
+    k: Wide[Array, "sequences drafted heads key"],
+    v: Wide[Array, "sequences drafted heads value"],
+    g: Wide[Array, "sequences drafted heads key"],
+    beta: Wide[Array, "sequences drafted heads"],
+    state: Wide[Array, "sequences heads key value"],
+    execution: Execution,
+) -> tuple[Wide[Array, "sequences drafted heads value"], Wide[Array, "sequences heads key value"]]:
+    """The steps of a sequence's tokens, one after the other."""
+    outputs = []
+    for i in range(q.shape[1]):
+        o, state = execution.kda_step(q[:, i], k[:, i], v[:, i], g[:, i], beta[:, i], state)
+        outputs.append(o)
+    return jnp.stack(outputs, axis=1), state
+
+
+def _tails(
+    tail: Float[Array, "sequences tail channels"], inputs: Float[Array, "rows 1 channels"], span: Span
+) -> Float[Array, "rows tail channels"]:
+    """The tail of each row of a span of drafts: the inputs of the rows before it, after the sequence's own tail."""
+    own = span.by_sequence(inputs)
+    joined, _ = continued(tail, own, jnp.zeros(tail.shape[0], jnp.int32))
+    looks = [joined[:, i : i + tail.shape[1]] for i in range(span.rows_each)]
+    return jnp.stack(looks, axis=1).reshape(-1, *tail.shape[1:])
 
 
 def bias_of_rate(
@@ -149,48 +197,55 @@ class KDA(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: KDAState | None, span: Span
-    ) -> tuple[Float[Array, "batch seq hidden"], KDAState]:
+    ) -> tuple[Float[Array, "batch seq hidden"], KDAState | DraftedKDA]:
         """The layer's output for each token, and its state after the span. Without a `state` it starts from zeros."""
         execution = span.execution
         state = self.empty_state(CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
-        q, k, v, conv = self.convolved(x, state.conv, span)
+        inputs = [proj(x, execution) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        tail = state.conv if span.rows_each == 1 else _tails(state.conv, jnp.concatenate(inputs, axis=-1), span)
+        q, k, v, conv = self.convolved(inputs, tail, span)
         q = span.cleared(q)
         gates = self.gates(x, span)
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
-        if x.shape[1] == 1:
+        if span.rows_each > 1:
+            tokens = [span.by_sequence(own) for own in (q, k, v, g, beta)]
+            o, _ = in_turn(*tokens, state.recurrent, execution)
+            o = o.reshape(-1, 1, *o.shape[2:])
+            own = span.by_sequence(jnp.concatenate(inputs, axis=-1))
+            after = DraftedKDA(state, *tokens[1:], inputs=own, execution=execution)
+        elif x.shape[1] == 1:
             token = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
             o, recurrent = execution.kda_step(*token, state.recurrent)
-            o = o[:, None]
+            o, after = o[:, None], KDAState(recurrent, conv)
         else:
             bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 satisfies any bound
             bound = bound if g is gates[0] else None  # an intervention may break the bound
             o, recurrent = execution.chunk_kda(
                 q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size
             )
+            after = KDAState(recurrent, conv)
         gate = span.site("gate", self.output_gate(x, execution))
         span.recorder(q=q, k=k, v=v, o=o)
         if span.watched:
             span.recorder(state_norm=state_norms(q, k, v, g, beta, state.recurrent))
         heads = span.site("heads", self.gated(o, gate, x.dtype))
-        return self.projected(heads, execution), KDAState(recurrent, conv)
+        return self.projected(heads, execution), after
 
     def convolved(
-        self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
+        self, inputs: Sequence[Float[Array, "batch seq _"]], tail: Float[Array, "batch tail channels"], span: Span
     ) -> tuple[
         Wide[Array, "batch seq heads key"],
         Wide[Array, "batch seq heads key"],
         Wide[Array, "batch seq heads value"],
         Float[Array, "batch tail channels"],
     ]:
-        """q (of length key^-0.5), k (of length 1), v, and the convolutions' new tail."""
+        """q (of length key^-0.5), k (of length 1), v from their projections, and the convolutions' new tail."""
         outputs = []
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        for i, (proj, conv) in enumerate(zip(projections, (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True)):
-            y = proj(x, span.execution)
+        for i, (x, conv) in enumerate(zip(inputs, (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True)):
             if conv is None:
-                y = jax.nn.silu(y.astype(wide(x.dtype)))
+                y = jax.nn.silu(x.astype(wide(x.dtype)))
             else:
-                y, tail = conv(y, tail, span, i * proj.out_features)
+                y, tail = conv(x, tail, span, i * x.shape[-1])
             outputs.append(self._heads(y))
         q, k, v = outputs
         return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), v, tail
