@@ -185,8 +185,7 @@ class Loop(Requests):
         running, calls = self.scheduler.running, []
         ready = [each for each in running if each.decoding and each.left > 0 and not (each.synchronous and each.ahead)]
         ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
-        for sequence in ready:
-            sequence.guess()
+        ready = [each for each in ready if self._guesses(each)]
         first = [each for each in ready if not (each.token_ids or each.ahead)]
         self.counts["prompt_tokens"] += len(first)  # each prompt's last token
         synchronous = self._decode_in([each for each in ready if each.synchronous], self.settings.decode_steps, 2)
@@ -203,14 +202,16 @@ class Loop(Requests):
     def _decode_in(self, sequences: Sequence[TokenSequence], steps: int, idle: int) -> list[Call]:
         """Dispatches calls of at most `steps` steps, of which at most 1/`idle` of the row-steps give no token."""
         calls = []
-        most, drafts = self.runner.shapes.rows[-1], self.settings.draft_tokens
-        for some in self.scheduler.alike(sequences, most, drafts + 1):
-            plans = [sequence.plan(steps) for sequence in some]
-            if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
-                plans = [sequence.plan(together) for sequence in some]
-            count = smallest(self.runner.shapes.rows, max(Counter(sequence.memory.group for sequence in some).values()))
-            if some[0].drafts:
-                count = most // (drafts + 1)
+        sizes, drafts = self.runner.shapes.rows, self.settings.draft_tokens
+        drafted = sizes[-1] // (drafts + 1)
+        for some in self.scheduler.alike(sequences, sizes[-1], drafted):
+            if any(sequence.drafts for sequence in some):
+                plans, count = [StepPlan(1 + len(each.drafts), drafts=each.drafts) for each in some], drafted
+            else:
+                plans = [sequence.plan(steps) for sequence in some]
+                if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
+                    plans = [sequence.plan(together) for sequence in some]
+                count = smallest(sizes, max(Counter(sequence.memory.group for sequence in some).values()))
             where, rows = block_table(some, count, self.runner.shapes)
             batch = step_batch(where, rows, plans, drafts)
             results = self.runner.decode(batch, rows, some)
@@ -220,10 +221,19 @@ class Loop(Requests):
             calls.append(Decoded(results, some, rows, [plan.count for plan in plans]))
         return calls
 
+    def _guesses(self, sequence: TokenSequence) -> bool:
+        """Lets the sequence guess its next tokens; False if that failed, which ends it."""
+        try:
+            sequence.guess()
+        except Exception as error:
+            self.settle(sequence, sequence.fail(f"speculation: its tokens could not be guessed: {error!r}"))
+            return False
+        return True
+
     def _goal(self, sequence: TokenSequence) -> int:
         """Tokens that the sequence's caches may have to hold after the next decode call."""
         held = sequence.prefill_end + len(sequence.token_ids) + sequence.ahead
-        return held + min(self.settings.decode_steps, sequence.left)
+        return held + min(self.settings.most_steps, sequence.left)
 
     def _read(self, call: Call) -> None:
         """Reads the results of a call, waiting for them if necessary."""
@@ -285,7 +295,7 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], draf
         tokens[row, : len(plan.forced)] = plan.forced
         if plan.mask is not None:
             masks[row] = plan.mask
-    if not plans[0].drafts:
+    if not any(plan.drafts for plan in plans):
         return Batch(where, tokens, lengths, masks if words else None)
     guesses = np.full((len(lengths), drafts), -1, np.int32)
     for row, plan in zip(rows, plans, strict=True):

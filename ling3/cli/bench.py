@@ -8,7 +8,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -40,6 +40,8 @@ class EngineOptions(EngineSettings):
     num_pages: WholeNumber = None
     decode_rows: WholeNumber = None
     token_paddings: Annotated[Sequence[int] | None, WIDTHS] = None
+    speculation: Literal["lookup"] | None = None
+    """Guess tokens from those before them, and check several in one pass; answers keep their bits."""
 
     def __post_init__(self) -> None:
         """Leaves the check to `settings`, so that errors come from the command and not from its parser."""

@@ -104,7 +104,7 @@ class Intake:
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
         stepwise = params.keep and (self.shapes.window is not None or bool(params.stop))
         plain = constraint is None and not (params.adjusts or request.interventions or stepwise)
-        guesses = Speculation.of(self.settings) if plain else None
+        draft = self.settings.speculation if plain else None
         for index in range(params.n):
             sequence = TokenSequence(
                 request,
@@ -117,8 +117,8 @@ class Intake:
                 constraint=constraint and constraint.copy(),
                 prefill_end=len(ids) - 1,
                 stepwise=stepwise,
-                synchronous=stepwise or constraint is not None or guesses is not None,
-                speculation=guesses,
+                synchronous=stepwise or constraint is not None or draft is not None,
+                speculation=None if draft is None else Speculation(draft, self.settings.draft_tokens, self.vocab),
                 reads_prefixes=params.prompt_logprobs is None and not request.interventions,
                 keeps_prefixes=not request.interventions,
             )

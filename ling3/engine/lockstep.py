@@ -50,7 +50,9 @@ def leads(wire: Wire | None) -> bool:
 
 
 def shared(settings: EngineSettings, wire: Wire) -> EngineSettings:
-    """The first process's settings, which it broadcasts to all others."""
+    """The first process's settings, which it broadcasts to all others. Raises ValueError if they have a function."""
+    if callable(settings.speculation):
+        raise ValueError("engine settings: speculation is a function, expected None or 'lookup' for several processes")
     if not leads(wire):
         return EngineSettings(**json.loads(wire.hear()))
     wire.tell(json.dumps(dataclasses.asdict(settings)))

@@ -65,6 +65,10 @@ class Completion:
     """With `keep`, the snapshot that later requests can continue from; None after `abort` and `error`."""
     captured: Captured | None = dataclasses.field(default=None, compare=False)
     """With `capture`, the captured arrays, if `finish_reason` is `stop` or `length`."""
+    drafted_tokens: int = dataclasses.field(default=0, compare=False)
+    """Tokens that speculation guessed."""
+    accepted_tokens: int = dataclasses.field(default=0, compare=False)
+    """Those of them that were right."""
 
 
 @dataclasses.dataclass(frozen=True)

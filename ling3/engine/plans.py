@@ -24,7 +24,7 @@ class StepPlan:
     mask: UInt32[np.ndarray, " words"] | None = None
     """The tokens that may follow the forced ones, as in `masks.py`; None allows any."""
     drafts: Sequence[int] = ()
-    """Guesses of the tokens, all but the last of which are checked in one pass: `count` is one more."""
+    """Guesses of the tokens, for one pass that gives at most one token more."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:

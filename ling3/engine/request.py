@@ -203,7 +203,8 @@ class TokenSequence:
         """Sequences with the same key may share a call."""
         changes = self.interventions
         alike = structure(changes) if changes else None
-        return (self.constraint is None, self.scored and not self.decoding, self.want, alike, bool(self.drafts))
+        speculates = self.speculation is not None and self.decoding
+        return (self.constraint is None, self.scored and not self.decoding, self.want, alike, speculates)
 
     @property
     def decoding(self) -> bool:
@@ -246,8 +247,6 @@ class TokenSequence:
     def plan(self, most: int) -> StepPlan:
         """The sequence's plan of a decode call of `most` steps."""
         most = min(most, self.left, 1 if self.stepwise else most)
-        if self.drafts:
-            return StepPlan(1 + len(self.drafts), drafts=self.drafts)
         return StepPlan(most) if self.constraint is None else self.constraint.plan(most)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
@@ -257,6 +256,10 @@ class TokenSequence:
         """
         before, text = len(self.token_ids), ""
         reason, stop_reason, error = None, None, None
+        if self.drafts and self.speculation is not None:
+            given = sum(token != -1 for token in tokens)
+            self.speculation.learn(len(self.drafts), given - 1, len(self.prompt) + before + given)
+            self.drafts = ()
         for place, token in enumerate(tokens):
             if token == NOT_A_NUMBER:
                 reason, error = "error", NOT_FINITE
@@ -276,7 +279,7 @@ class TokenSequence:
         """Guesses the tokens of its next call, if it is decoding and all its tokens are known."""
         self.drafts = ()
         if self.speculation is not None and self.decoding and self.left > 1:
-            self.drafts = self.speculation([*self.prompt, *self.token_ids], self.left - 1)
+            self.drafts = self.speculation.guesses([*self.prompt, *self.token_ids], self.left - 1)
 
     def take_scores(self, scores: Sequence[Logprob]) -> Delta | None:
         """Adds the scores of the prompt's next tokens; if one is NaN, ends in `error` and returns the last delta."""
@@ -313,6 +316,8 @@ class TokenSequence:
             self.times.until_now(len(self.token_ids)),
             self.cached,
             captured=captured,
+            drafted_tokens=0 if self.speculation is None else self.speculation.drafted,
+            accepted_tokens=0 if self.speculation is None else self.speculation.accepted,
         )
         self.memory.saved = self.constraint = None
         self._text, self.seen = [], []

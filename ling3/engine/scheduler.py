@@ -130,14 +130,14 @@ class Scheduler:
         """The number of pages that are free or can be evicted."""
         return sum(group.available for group in self.groups)
 
-    def alike(self, sequences: Sequence[TokenSequence], rows: int, each: int = 1) -> Iterator[list[TokenSequence]]:
-        """Batches of sequences with the same `key`, with at most `rows` of each group; with drafts they have `each`."""
+    def alike(self, sequences: Sequence[TokenSequence], rows: int, drafted: int) -> Iterator[list[TokenSequence]]:
+        """Batches of sequences with the same `key`, of each group at most `rows`, or `drafted` if any has drafts."""
         kinds: dict[Any, list[TokenSequence]] = {}
         for sequence in sequences:
             kinds.setdefault(sequence.key, []).append(sequence)
         for kind in kinds.values():
             groups = [[each for each in kind if each.memory.group == group.number] for group in self.groups]
-            most = rows // each if kind[0].drafts else rows
+            most = drafted if any(each.drafts for each in kind) else rows
             for start in range(0, max(map(len, groups)), most):
                 yield [sequence for group in groups for sequence in group[start : start + most]]
 

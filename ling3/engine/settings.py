@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from ling3.runtime.parameters import ParameterError, make_plain, parameter, problems_of
@@ -70,11 +70,11 @@ class EngineSettings:
     """The dtype of caches; "auto" is the weights' dtype, but at least float32 on a CPU. Recurrent states are float32 in
     any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes, and the rest
     as "auto" does; the model's entries must have the sizes of that format."""
-    speculation: Any = None
+    speculation: Literal["lookup"] | Callable[[Sequence[int]], Sequence[int]] | None = None
     """"lookup", or a function of a sequence's tokens that guesses those after them (`ling3.engine.speculation`); None
     for none. Answers keep their bits."""
     draft_tokens: int = parameter(3, ge=1, le=DECODE_STEPS - 1)
-    """The most tokens that are guessed at a time; one more must divide decode_rows."""
+    """The most tokens that are guessed at a time; fewer, if as many and one more do not divide decode_rows."""
     overlap: bool = parameter(True)
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -83,6 +83,9 @@ class EngineSettings:
         if type(self.cache_dtype) is not str or self.cache_dtype not in CACHE_DTYPES:
             names = ", ".join(map(repr, CACHE_DTYPES))
             problems.append(("cache_dtype", f"cache_dtype is {shown(self.cache_dtype)}, expected one of {names}"))
+        if not (self.speculation is None or self.speculation == "lookup" or callable(self.speculation)):
+            wanted = "None, 'lookup' or a function of the tokens so far that returns guesses"
+            problems.append(("speculation", f"speculation is {shown(self.speculation)}, expected {wanted}"))
         problems += [("token_paddings", problem) for problem in self._padding_problems()]
         if problems:
             raise ParameterError.of("engine settings", problems)
@@ -111,6 +114,11 @@ class EngineSettings:
         return wrong
 
     @property
+    def most_steps(self) -> int:
+        """The most tokens of a sequence in one decode call."""
+        return self.decode_steps if self.speculation is None else max(self.decode_steps, self.draft_tokens + 1)
+
+    @property
     def prefix_step(self) -> int:
         """Known prefixes are multiples of this many tokens."""
         return math.lcm(self.page_size, self.chunked_prefill_size)
@@ -124,7 +132,7 @@ class EngineSettings:
         pages = -(-length // self.page_size)
         if window is None:
             return pages
-        tokens = window - 1 + max(self.chunked_prefill_size, self.decode_steps)
+        tokens = window - 1 + max(self.chunked_prefill_size, self.most_steps)
         before = (self.page_size if step is None else step) - 1
         return min(pages, (before + tokens - 1) // self.page_size + 1)
 

@@ -7,6 +7,7 @@ import jax
 
 from ling3.engine.memory import Footprint
 from ling3.engine.settings import MAX_PAGES, EngineSettings
+from ling3.engine.speculation import check_drafts, fitting
 from ling3.execution import Execution
 from ling3.model import CausalLM
 
@@ -103,8 +104,12 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
     if widths is None:
         own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
         widths = own if chunk <= own[-1] else (*own, chunk)
+    drafts = settings.draft_tokens
+    if settings.speculation is not None:
+        drafts = fitting(drafts, rows)
+        check_drafts(model, execution)
     settled = dataclasses.replace(
-        settings, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
+        settings, draft_tokens=drafts, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
     )
     return settled, Shapes(
         slots=slots,

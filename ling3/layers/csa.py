@@ -281,6 +281,8 @@ class CSA(eqx.Module):
 
         Without a state, tokens attend only within the span, and the result is differentiable.
         """
+        if span.rows_each > 1:
+            raise ValueError(f"{self.kind} attention keeps no state to go back to behind drafts")
         positions = span.positions(x.shape[1])
         qa = self.q_norm(self.wq_a(x, span.execution))
         q, kv = self.queries(qa, positions, span), self.entries(x, positions, span)

@@ -81,6 +81,11 @@ def ids(seed, *shape):
     return np.random.default_rng(seed).integers(3, 64, size=shape).astype(np.int32)
 
 
+def test_speculation_is_refused_by_name(model):
+    with pytest.raises(ValueError, match="speculation: SWA attention keeps no state to go back to behind drafts"):
+        ling3.Engine(model, None, max_running_requests=2, max_model_len=64, speculation="lookup")
+
+
 @pytest.mark.slow
 def test_the_published_flash():
     """V4-Flash: 284 B parameters, of which a token uses 13 B; transformers' own model has as many."""

@@ -253,7 +253,7 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<
     token->typed_data()[r] = 0;
     const uint32_t* own = key.typed_data() + 2 * r;
     all.push_back({logits.typed_data() + r * vocab, vocab, temperature.typed_data()[r], top_p.typed_data()[r],
-                   min_p.typed_data()[r], top_k.typed_data()[r], Noise{own[0], own[1]}});
+                   min_p.typed_data()[r], std::max(1, top_k.typed_data()[r]), Noise{own[0], own[1]}});
     if (!active.typed_data()[r]) continue;
     const int64_t step = all[r].filters() ? vocab : SEGMENT;
     for (int64_t begin = 0; begin < vocab; begin += step) tasks.push_back({r, begin, std::min(vocab, begin + step), {}});

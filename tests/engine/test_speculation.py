@@ -1,0 +1,130 @@
+"""Speculation: answers keep their bits whatever is guessed, in every family that can go back behind a wrong guess."""
+
+import numpy as np
+import pytest
+from exhaustive_cases import exhaustively
+from native_kernels import installed, needs_compiler
+from tiny import FLASH, TINY, UNBOUNDED
+from tiny import open_model as open_ling3
+from tiny_transformers import CASES
+from tiny_transformers import open_model as open_transformer
+
+import ling3
+from ling3.engine import sampling
+from ling3.engine.settings import EngineSettings
+from ling3.engine.speculation import Speculation, fitting, lookup
+
+SIZES = {"max_running_requests": 4, "num_pages": 24, "page_size": 16, "chunked_prefill_size": 32, "max_model_len": 128}
+SETTINGS = {**SIZES, "token_paddings": (16, 32), "decode_rows": 8, "decode_steps": 4}
+LING3 = {"tiny": TINY, "flash": FLASH, "unbounded": UNBOUNDED}
+TEXT = list(range(10, 30))
+PROMPTS = [[3, *TEXT], [4, *TEXT, 40, *TEXT[:8]], [5, *TEXT[:3]]]
+PARAMS = [
+    ling3.SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=heat, seed=i)
+    for i, heat in enumerate((0.0, 1.0, 0.7))
+]
+
+
+def answers(model, **changes):
+    engine = ling3.Engine(model, None, **{**SETTINGS, **changes})
+    outputs = [output.outputs[0] for output in engine.generate(PROMPTS, PARAMS)]
+    return [(own.token_ids, own.logprobs) for own in outputs], outputs
+
+
+def knowing(found, wrong):
+    """Guesses that are right but for the last `wrong` of three."""
+    whole = [[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, found, strict=True)]
+
+    def guess(tokens):
+        [after] = [each[len(tokens) :][:3] for each in whole if each[: len(tokens)] == tokens]
+        return [token if i < 3 - wrong else token + 1 for i, token in enumerate(after)]
+
+    return guess
+
+
+def bits_are_kept(model):
+    expected, _ = answers(model)
+    for wrong in range(4):
+        got, outputs = answers(model, speculation=knowing(expected, wrong))
+        assert got == expected
+        accepted = sum(own.accepted_tokens for own in outputs)
+        assert (accepted > 0) == (wrong < 3) and sum(own.drafted_tokens for own in outputs) > accepted * (wrong > 0)
+    assert answers(model, speculation="lookup")[0] == expected
+
+
+@pytest.mark.parametrize("name", exhaustively(LING3, but=["tiny"]))
+def test_ling3_keeps_its_bits(name):
+    bits_are_kept(open_ling3(LING3[name]))
+
+
+@pytest.mark.parametrize("name", exhaustively(CASES, but=["mistral"]))
+def test_transformers_keep_their_bits(name):
+    bits_are_kept(open_transformer(name))
+
+
+@needs_compiler
+def test_the_kernels_keep_their_bits(monkeypatch):
+    monkeypatch.setattr(sampling, "MANY", 0)
+    with installed():
+        bits_are_kept(open_ling3(TINY))
+
+
+def test_right_guesses_take_fewer_calls():
+    expected, _ = answers(open_ling3())
+    engine = ling3.Engine(open_ling3(), None, **SETTINGS, speculation=knowing(expected, 0))
+    [output] = engine.generate(PROMPTS[:1], PARAMS[:1])
+    assert (output.outputs[0].drafted_tokens, output.outputs[0].accepted_tokens) == (15, 15)
+    assert engine.stats().decode_calls == 5
+
+
+def test_lookup_finds_the_last_place():
+    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4]) == [5, 6, 9, 1, 2, 3, 4]
+    assert lookup([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]) == [6, 1, 2, 3, 4]
+    assert lookup([1, 1, 1, 1, 1, 1]) == [1]
+    for tokens in ([], [1], [1, 2, 3, 4], [2, 3, 4, 5, 1, 3, 4, 5]):
+        assert not lookup(tokens)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        tokens = draw.integers(0, 3, size=int(draw.integers(5, 60))).tolist()
+        places = [i for i in range(len(tokens) - 4) if tokens[i : i + 4] == tokens[-4:]]
+        assert list(lookup(tokens)) == (tokens[places[-1] + 4 :] if places else [])
+
+
+@pytest.mark.parametrize("guess", [lambda tokens: 1 / 0, lambda tokens: ["a"], lambda tokens: 7, lambda tokens: [1.5]])
+def test_a_bad_guess_ends_its_request_alone(guess):
+    def only_second(tokens):
+        return guess(tokens) if tokens[0] == 4 else []
+
+    expected, _ = answers(open_ling3())
+    got, outputs = answers(open_ling3(), speculation=only_second)
+    assert [got[0], got[2]] == [expected[0], expected[2]]
+    assert outputs[1].finish_reason == "error" and "speculation" in outputs[1].error
+
+
+def test_guesses_outside_the_vocabulary_are_wrong():
+    expected, _ = answers(open_ling3())
+    assert answers(open_ling3(), speculation=lambda tokens: [10**12, -1, 3])[0] == expected
+
+
+def test_what_is_mostly_wrong_is_guessed_ever_less():
+    speculation, length, asked = Speculation(lambda tokens: [7, 7, 7], 3, 96), 10, []
+    for _ in range(300):
+        guesses = speculation.guesses([0] * length, 9)
+        if guesses:
+            speculation.learn(len(guesses), 0, length + 1)
+        asked.append(bool(guesses))
+        length += 1
+    assert all(asked[:3]) and sum(asked[100:]) <= 5
+    assert speculation.guesses([0] * (length + 100), 2) == (7, 7)
+
+
+def test_rows_are_shared_out():
+    assert [fitting(3, rows) for rows in (16, 8, 6, 2, 64)] == [3, 3, 2, 1, 3]
+    with pytest.raises(ValueError, match="decode_rows 5: found no number of draft_tokens up to 3"):
+        fitting(3, 5)
+
+
+def test_what_is_no_speculation_is_refused():
+    for value in ("mtp2", 3):
+        with pytest.raises(ValueError, match="expected None, 'lookup' or a function of the tokens so far"):
+            EngineSettings(speculation=value)
