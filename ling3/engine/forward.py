@@ -172,7 +172,7 @@ def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
     assert batch.drafts is not None, "decoded without drafts"
     tokens = jnp.concatenate([view.token[:, None], batch.drafts], axis=1)
     sequences, each = tokens.shape
-    steps = jnp.arange(each, dtype=jnp.int32)
+    steps = jnp.arange(each, dtype=jnp.int32)[None]
     offered = ~view.done[:, None] & (steps < batch.lengths[:, None]) & (tokens >= 0)
     start = view.length[:, None] + steps
 

@@ -226,7 +226,7 @@ class KDA(eqx.Module):
             after = KDAState(recurrent, conv)
         gate = span.site("gate", self.output_gate(x, execution))
         span.recorder(q=q, k=k, v=v, o=o)
-        if span.watched:
+        if span.watched and span.rows_each == 1:
             span.recorder(state_norm=state_norms(q, k, v, g, beta, state.recurrent))
         heads = span.site("heads", self.gated(o, gate, x.dtype))
         return self.projected(heads, execution), after
