@@ -31,6 +31,7 @@ class Execution:
     """Tokens per chunk of KDA's prefill: 16 times a power of two. 16 is fastest on a CPU."""
     short_conv: conv.ShortConvolution = conv.short_conv
     kda_step: kda.KDAStep = kda.kda_step
+    kda_in_turn: kda.KDAInTurn = kda.in_turn
     chunk_kda: kda.ChunkKDA = kda.chunk_kda
     block_attention: attention.BlockAttention = attention.block_attention
     paged_attention: attention.PagedAttention = attention.paged_attention
@@ -93,6 +94,7 @@ CPU = dataclasses.replace(
     XLA_CPU,
     short_conv=cpu.conv.short_conv,
     kda_step=cpu.kda.kda_step,
+    kda_in_turn=cpu.kda.in_turn,
     chunk_kda=cpu.kda.chunk_kda,
     paged_attention=cpu.attention.paged_attention,
     latent_attention=cpu.attention.latent_attention,

@@ -61,25 +61,9 @@ class DraftedKDA(Drafted):
         """Takes the steps of the kept tokens again: a token whose g and beta are 0 leaves the state as it is."""
         real = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None] < count[:, None]
         g, beta = jnp.where(real[..., None, None], self.g, 0.0), jnp.where(real[..., None], self.beta, 0.0)
-        _, recurrent = in_turn(jnp.zeros_like(self.k), self.k, self.v, g, beta, self.before.recurrent, self.execution)
+        steps = jnp.zeros_like(self.k), self.k, self.v, g, beta
+        _, recurrent = self.execution.kda_in_turn(*steps, self.before.recurrent)
         return KDAState(recurrent, continued(self.before.conv, self.inputs, count)[1])
-
-
-def in_turn(
-    q: Wide[Array, "sequences drafted heads key"],
-    k: Wide[Array, "sequences drafted heads key"],
-    v: Wide[Array, "sequences drafted heads value"],
-    g: Wide[Array, "sequences drafted heads key"],
-    beta: Wide[Array, "sequences drafted heads"],
-    state: Wide[Array, "sequences heads key value"],
-    execution: Execution,
-) -> tuple[Wide[Array, "sequences drafted heads value"], Wide[Array, "sequences heads key value"]]:
-    """The steps of a sequence's tokens, one after the other."""
-    outputs = []
-    for i in range(q.shape[1]):
-        o, state = execution.kda_step(q[:, i], k[:, i], v[:, i], g[:, i], beta[:, i], state)
-        outputs.append(o)
-    return jnp.stack(outputs, axis=1), state
 
 
 def _tails(
@@ -209,7 +193,7 @@ class KDA(eqx.Module):
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
         if span.rows_each > 1:
             tokens = [span.by_sequence(own) for own in (q, k, v, g, beta)]
-            o, _ = in_turn(*tokens, state.recurrent, execution)
+            o, _ = execution.kda_in_turn(*tokens, state.recurrent)
             o = o.reshape(-1, 1, *o.shape[2:])
             own = span.by_sequence(jnp.concatenate(inputs, axis=-1))
             after = DraftedKDA(state, *tokens[1:], inputs=own, execution=execution)

@@ -9,7 +9,7 @@ writing strength beta:
 with matrix products. Everything is in the dtype of `g`, which is float32 in the model (float64 in some tests).
 """
 
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,24 @@ class KDAStep(Protocol):
         /,
     ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
         """The output o and the state after the token."""
+        ...
+
+
+@runtime_checkable
+class KDAInTurn(Protocol):
+    """A few tokens of the recurrence with the bits of as many steps, whatever program either is part of."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch seq heads key"],
+        k: Float[Array, "batch seq heads key"],
+        v: Float[Array, "batch seq heads value"],
+        g: Float[Array, "batch seq heads key"],
+        beta: Float[Array, "batch seq heads"],
+        state: Float[Array, "batch heads key value"],
+        /,
+    ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+        """The outputs o and the state after the last token. Raises ValueError where the bits might differ, and why."""
         ...
 
 
@@ -107,6 +125,20 @@ def written(
 ) -> Float[Array, "batch heads key value"]:
     """The state after a write: exp(g) S + k uᵀ."""
     return decay[..., None] * state + k[..., None] * u[..., None, :]
+
+
+def in_turn(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> NoReturn:
+    """Raises ValueError: the last bits of the plain form depend on how XLA fuses it with the program around it."""
+    raise ValueError(
+        "KDA's steps have their own bits only in its C++ kernel, which this platform's table does not have"
+    )
 
 
 def recurrent_kda(

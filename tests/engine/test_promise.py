@@ -113,7 +113,7 @@ class Company(RuleBasedStateMachine):
         snapshots=st.sampled_from([0, 1, 3, 100]),
     )
     def begin(self, slots, pages, chunk, snapshots):
-        self.engine = self.busy_engine()
+        self.engine = busy_engine()
         self.chunk = chunk
         chunked_by(self.engine, chunk)
         size, page_size = self.engine._loop.runner.shapes.grid.snapshot, SETTINGS["page_size"]
@@ -122,9 +122,6 @@ class Company(RuleBasedStateMachine):
         self.before = self.engine.stats()
         self.asked, self.finished, self.aborted = {}, {}, set()
         self.begun, self.first = {}, {}
-
-    def busy_engine(self):
-        return busy_engine()
 
     def alone(self, which):
         return alone(which, self.chunk)
@@ -205,46 +202,6 @@ def busy_engine():
 
 TestCompany = Company.TestCase
 TestCompany.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
-
-
-def partly_right(tokens):
-    """The tokens that follow in one of the answers, of which as many as their sum says are right."""
-    for whole in truths():
-        if whole[: len(tokens)] == tokens:
-            right = sum(tokens) % 4
-            following = whole[len(tokens) :][:3]
-            return [*following[:right], *((token + 1) % TINY.vocab_size for token in following[right:])]
-    return []
-
-
-@functools.cache
-def truths():
-    """The prompts and answers of all requests."""
-    whole = enumerate(requests())
-    return [[*prompt, *tokens] for which, (prompt, _) in whole for tokens, *_ in alone(which, 32)]
-
-
-@functools.cache
-def guessing_engine():
-    return engine(speculation=partly_right)
-
-
-class GuessingCompany(Company):
-    """The same with speculation, of which some guesses are right and some wrong."""
-
-    def busy_engine(self):
-        truths()
-        return guessing_engine()
-
-    def teardown(self):
-        super().teardown()
-        if hasattr(self, "engine"):
-            outputs = [own for output in self.finished.values() for own in output.outputs]
-            assert all(own.accepted_tokens <= own.drafted_tokens for own in outputs)
-
-
-TestGuessingCompany = GuessingCompany.TestCase
-TestGuessingCompany.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
 class ManyCompanies(Company):

@@ -76,6 +76,20 @@ def chunk_kda(
     return _run(tuple(options.items()), q, k, v, g, beta, state)
 
 
+def in_turn(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+    """Computes `kda.KDAInTurn` with the C++ kernel. Raises ValueError if that does not run, and why."""
+    if (why := unsuited(state)) is not None:
+        raise ValueError(f"KDA's steps have their own bits only in its C++ kernel, which does not run: {why}")
+    return _run((("lower_bound", None),), q, k, v, g, beta, state)
+
+
 def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
