@@ -136,9 +136,7 @@ def in_turn(
     state: Float[Array, "batch heads key value"],
 ) -> NoReturn:
     """Raises ValueError: the last bits of the plain form depend on how XLA fuses it with the program around it."""
-    raise ValueError(
-        "KDA's steps have their own bits only in its C++ kernel, which this platform's table does not have"
-    )
+    raise ValueError("KDA keeps the bits of single steps only in its C++ kernel, which this platform does not have")
 
 
 def recurrent_kda(

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import test_promise
 from exhaustive_cases import exhaustively
 from native_kernels import installed, needs_compiler
 from tiny import FLASH, TINY, UNBOUNDED
@@ -60,9 +61,34 @@ def test_ling3_keeps_its_bits_on_the_kernels(name, monkeypatch):
         bits_are_kept(open_ling3(LING3[name]))
 
 
+@needs_compiler
+def test_in_company(monkeypatch):
+    """All kinds of requests, with few pages, so that some are preempted, and prefixes that they share."""
+    monkeypatch.setattr(sampling, "MANY", 0)
+    with installed():
+        model = open_ling3()
+        plain = ling3.Engine(model, None, **test_promise.SETTINGS)
+        expected = test_promise.answers(test_promise.requests(), plain)
+        whole = [
+            [*prompt, *tokens]
+            for (prompt, _), own in zip(test_promise.requests(), expected, strict=True)
+            for tokens, *_ in own
+        ]
+
+        def partly_right(tokens):
+            """The tokens that follow in one of the answers, of which as many as their sum says are right."""
+            after = next((each[len(tokens) :][:3] for each in whole if each[: len(tokens)] == tokens), [])
+            return [token if i < sum(tokens) % 4 else token + 1 for i, token in enumerate(after)]
+
+        engine = ling3.Engine(model, None, **{**test_promise.SETTINGS, "num_pages": 20}, speculation=partly_right)
+        for _ in range(2):
+            assert test_promise.answers(test_promise.requests(), engine) == expected
+        assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
+
+
 def test_without_kdas_kernel_it_is_refused():
     """The last bits of its plain form depend on how XLA fuses it with the program around it."""
-    with pytest.raises(ValueError, match="speculation: KDA's steps have .* which does not run: a row's state has less"):
+    with pytest.raises(ValueError, match=r"speculation: KDA keeps the bits of single steps only in its C\+\+ kernel"):
         ling3.Engine(open_ling3(), None, **SETTINGS, speculation="lookup")
 
 

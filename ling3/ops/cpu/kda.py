@@ -86,7 +86,7 @@ def in_turn(
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """Computes `kda.KDAInTurn` with the C++ kernel. Raises ValueError if that does not run, and why."""
     if (why := unsuited(state)) is not None:
-        raise ValueError(f"KDA's steps have their own bits only in its C++ kernel, which does not run: {why}")
+        raise ValueError(f"KDA keeps the bits of single steps only in its C++ kernel, which does not run: {why}")
     return _run((("lower_bound", None),), q, k, v, g, beta, state)
 
 
