@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-import test_promise
 from exhaustive_cases import exhaustively
 from native_kernels import installed, needs_compiler
+from promised_requests import SETTINGS as CROWDED
+from promised_requests import answers as promised_answers
+from promised_requests import requests
 from tiny import FLASH, TINY, UNBOUNDED
 from tiny import open_model as open_ling3
 from tiny_transformers import CASES
@@ -67,12 +69,10 @@ def test_in_company(monkeypatch):
     monkeypatch.setattr(sampling, "MANY", 0)
     with installed():
         model = open_ling3()
-        plain = ling3.Engine(model, None, **test_promise.SETTINGS)
-        expected = test_promise.answers(test_promise.requests(), plain)
+        plain = ling3.Engine(model, None, **CROWDED)
+        expected = promised_answers(requests(), plain)
         whole = [
-            [*prompt, *tokens]
-            for (prompt, _), own in zip(test_promise.requests(), expected, strict=True)
-            for tokens, *_ in own
+            [*prompt, *tokens] for (prompt, _), own in zip(requests(), expected, strict=True) for tokens, *_ in own
         ]
 
         def partly_right(tokens):
@@ -80,9 +80,9 @@ def test_in_company(monkeypatch):
             after = next((each[len(tokens) :][:3] for each in whole if each[: len(tokens)] == tokens), [])
             return [token if i < sum(tokens) % 4 else token + 1 for i, token in enumerate(after)]
 
-        engine = ling3.Engine(model, None, **{**test_promise.SETTINGS, "num_pages": 20}, speculation=partly_right)
+        engine = ling3.Engine(model, None, **{**CROWDED, "num_pages": 20}, speculation=partly_right)
         for _ in range(2):
-            assert test_promise.answers(test_promise.requests(), engine) == expected
+            assert promised_answers(requests(), engine) == expected
         assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
 
 
