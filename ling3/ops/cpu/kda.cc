@@ -1,6 +1,8 @@
 // The KDA recurrence on a CPU, for `kda.py`: token by token, each state updated where it lies. A state goes through a
 // run of tokens some columns at a time, which stay in the first cache: no value of one column depends on another's.
 
+#include <limits>
+
 #include "lanes.h"
 
 namespace {
@@ -9,7 +11,7 @@ namespace {
 constexpr int WIDTH = 4 * LANES;
 constexpr int BLOCK = WIDTH / LANES;
 
-// Tokens whose decayed k and q are computed at once.
+// Tokens whose decay, and k and q with it, are computed at once.
 constexpr int64_t RUN = 32;
 
 struct Sizes {
@@ -18,7 +20,7 @@ struct Sizes {
 
 // A head of a row: its first token's inputs and output; the next token's are `heads` heads further.
 struct Head {
-  const float *q, *k, *v, *decay, *beta;
+  const float *q, *k, *v, *g, *beta;
   float* o;
 };
 
@@ -36,8 +38,15 @@ struct Written {
   Lanes u[BLOCK];
 };
 
-inline bool all_one(const float* numbers, int64_t count) {
-  return std::all_of(numbers, numbers + count, [](float number) { return number == 1; });
+// e^g for each of some numbers, in an order of operations that no caller changes.
+inline void decays(const float* g, int64_t count, float* decay) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int64_t some = std::min<int64_t>(LANES, count - i);
+    Lanes numbers = {};
+    std::memcpy(&numbers, g + i, some * sizeof(float));
+    numbers = numbers > 88.0f ? every(std::numeric_limits<float>::infinity()) : exponential(numbers);
+    std::memcpy(decay + i, &numbers, some * sizeof(float));
+  }
 }
 
 inline float dot(const float* a, const float* b, int64_t count) {
@@ -107,23 +116,25 @@ void advance(const std::vector<Token>& tokens, float* columns, int64_t stride, i
   if (waits) pass<true, false>(columns, stride, keys, last, tokens[0], none);
 }
 
-// All tokens of a head of a row. `room` has 2 · key numbers for each of RUN tokens, or of all, and WIDTH · key.
+// All tokens of a head of a row. `room` has 3 · key numbers for each of RUN tokens, or of all, and WIDTH · key.
 void head(const Head& at, float* state, const Sizes& sizes, float* room) {
   std::vector<Token> tokens;
   for (int64_t start = 0; start < sizes.seq; start += RUN) {
     tokens.clear();
-    float* decayed = room;
+    float* free = room;
     for (int64_t i = start; i < std::min(start + RUN, sizes.seq); i++) {
       const int64_t key = i * sizes.heads * sizes.key, value = i * sizes.heads * sizes.value;
-      const float *q = at.q + key, *k = at.k + key, *decay = at.decay + key, beta = at.beta[i * sizes.heads];
-      const bool changes = beta != 0 || !all_one(decay, sizes.key), idle = !changes && all_zero(q, sizes.key);
-      tokens.push_back({k, decay, at.v + value, decayed, decayed + sizes.key, at.o + value, dot(q, k, sizes.key), beta,
-                        idle, changes});
-      for (int64_t j = 0; j < sizes.key; j++) {
-        decayed[j] = decay[j] * k[j];
-        decayed[sizes.key + j] = decay[j] * q[j];
+      const float *q = at.q + key, *k = at.k + key, *g = at.g + key, beta = at.beta[i * sizes.heads];
+      const bool changes = beta != 0 || !all_zero(g, sizes.key), idle = !changes && all_zero(q, sizes.key);
+      float *const decay = free, *const decayed_k = decay + sizes.key, *const decayed_q = decayed_k + sizes.key;
+      tokens.push_back({k, decay, at.v + value, decayed_k, decayed_q, at.o + value, dot(q, k, sizes.key), beta, idle,
+                        changes});
+      if (!idle) decays(g, sizes.key, decay);
+      for (int64_t j = 0; !idle && j < sizes.key; j++) {
+        decayed_k[j] = decay[j] * k[j];
+        decayed_q[j] = decay[j] * q[j];
       }
-      decayed += 2 * sizes.key;
+      free += 3 * sizes.key;
     }
     const bool reads = std::any_of(tokens.begin(), tokens.end(), [](const Token& token) { return !token.idle; });
     const bool changes = std::any_of(tokens.begin(), tokens.end(), [](const Token& token) { return token.changes; });
@@ -133,20 +144,20 @@ void head(const Head& at, float* state, const Sizes& sizes, float* room) {
         advance(tokens, state + first, sizes.value, sizes.key, first, width);
         continue;
       }
-      if (width < WIDTH) std::fill_n(decayed, WIDTH * sizes.key, 0.0f);
+      if (width < WIDTH) std::fill_n(free, WIDTH * sizes.key, 0.0f);
       for (int64_t j = 0; j < sizes.key; j++) {
-        std::copy_n(state + j * sizes.value + first, width, decayed + j * WIDTH);
+        std::copy_n(state + j * sizes.value + first, width, free + j * WIDTH);
       }
-      advance(tokens, decayed, WIDTH, sizes.key, first, width);
+      advance(tokens, free, WIDTH, sizes.key, first, width);
       for (int64_t j = 0; changes && j < sizes.key; j++) {
-        std::copy_n(decayed + j * WIDTH, width, state + j * sizes.value + first);
+        std::copy_n(free + j * WIDTH, width, state + j * sizes.value + first);
       }
     }
   }
 }
 
 ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-               ffi::Buffer<ffi::F32> decay, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> state,
+               ffi::Buffer<ffi::F32> g, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> state,
                ffi::ResultBuffer<ffi::F32> o, ffi::ResultBuffer<ffi::F32> after) {
   const int64_t batch = state.dimensions()[0];
   const Sizes sizes{q.dimensions()[1], state.dimensions()[1], state.dimensions()[2], state.dimensions()[3]};
@@ -155,11 +166,11 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F
   if (states != state.typed_data()) std::copy_n(state.typed_data(), batch * sizes.heads * numbers, states);
   each(pool, batch * sizes.heads, [&](int64_t i) {
     const int64_t row = i / sizes.heads, first = row * sizes.seq * sizes.heads + i % sizes.heads;
-    const Head at{q.typed_data() + first * sizes.key,     k.typed_data() + first * sizes.key,
-                  v.typed_data() + first * sizes.value,   decay.typed_data() + first * sizes.key,
-                  beta.typed_data() + first,              o->typed_data() + first * sizes.value};
+    const Head at{q.typed_data() + first * sizes.key,   k.typed_data() + first * sizes.key,
+                  v.typed_data() + first * sizes.value, g.typed_data() + first * sizes.key,
+                  beta.typed_data() + first,            o->typed_data() + first * sizes.value};
     const int64_t run = std::min(RUN, sizes.seq);
-    const std::unique_ptr<float[]> room(new float[sizes.key * (2 * run + WIDTH)]);
+    const std::unique_ptr<float[]> room(new float[sizes.key * (3 * run + WIDTH)]);
     head(at, states + i * numbers, sizes, room.get());
   });
   return ffi::Error::Success();
@@ -175,7 +186,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_run, Run,
                                   .Arg<F32>()   // q
                                   .Arg<F32>()   // k
                                   .Arg<F32>()   // v
-                                  .Arg<F32>()   // decay
+                                  .Arg<F32>()   // g
                                   .Arg<F32>()   // beta
                                   .Arg<F32>()   // state
                                   .Ret<F32>()   // o
