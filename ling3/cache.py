@@ -94,6 +94,8 @@ class CacheSpec:
     dtype: DTypeLike
     packed: bool = False
     """True stores pages as bytes in the formats of `ling3.ops.packed_kv`; other arrays still have `dtype`."""
+    mtp: int = 0
+    """The number of multi-token-prediction layers that also have a state, after those of the model."""
 
 
 class Shared(eqx.Module):

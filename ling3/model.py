@@ -106,7 +106,10 @@ class Decoder(eqx.Module):
         states: tuple[State | None, ...],
         span: Span,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[State | None, ...]]:
-        """The normed hidden state of each token, and every attention's state after the span."""
+        """The normed hidden state of each token, and every attention's state after the span.
+
+        Further `states` are returned as they are.
+        """
         x = span.cleared(self.word_embeddings.embed(tokens, span.execution))
         span = dataclasses.replace(span, tokens=tokens)
         x = self.spread(span.site("embeddings", x))
@@ -118,7 +121,7 @@ class Decoder(eqx.Module):
             after += [state] if has_memory else []
         hidden = self.normed(x)
         span.recorder(hidden=hidden)
-        return hidden, tuple(after)
+        return hidden, (*after, *memory)
 
     def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq *streams hidden"]:
         """The initial residual stream, or all streams with hyper-connections."""
@@ -274,10 +277,14 @@ class CausalLM(eqx.Module):
         return Cache(states, jnp.zeros(batch, jnp.int32), table)
 
     def empty_states(self, spec: CacheSpec) -> tuple[State, ...]:
-        """Every mixer's state before the first token. Raises ValueError if a layer's pages cannot be packed."""
+        """Every mixer's state before the first token, and then that of `spec.mtp` multi-token-prediction layers.
+
+        Raises ValueError if a layer's pages cannot be packed.
+        """
         if spec.packed and (why := self.unpackable) is not None:
             raise ValueError(f"the caches of this model cannot be packed, keep them in a floating dtype: {why}")
-        return tuple(mixer.empty_state(spec) for mixer in self.model.attentions)
+        further = (layer.attention for layer in self.mtp[: spec.mtp])
+        return tuple(mixer.empty_state(spec) for mixer in (*self.model.attentions, *further))
 
     @checks_ids
     @takes_interventions

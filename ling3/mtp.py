@@ -91,10 +91,17 @@ def _predicted(
     whole = Span.whole(batch, seq, execution)
     hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), whole)
     for i, own in enumerate(model.mtp[: layer + 1]):
-        following = tokens[:, i + 1 :]
         start = jnp.full(batch, i + 1, jnp.int32)
-        span = Span(start, whole.length - start, None, execution, tokens=following)
+        span = Span(start, whole.length - start, None, execution, tokens=tokens[:, i + 1 :])
         with jax.named_scope(f"mtp.{i}"):
-            embedded = model.model.word_embeddings.embed(following, execution)
-            hidden, _ = own(embedded, hidden[:, :-1], None, span)
+            hidden, _ = predicted(model, own, hidden[:, :-1], None, span)
     return hidden
+
+
+def predicted(
+    model: CausalLM, layer: MTP, hidden: Float[Array, "batch seq hidden"], state: State | None, span: Span
+) -> tuple[Float[Array, "batch seq hidden"], State | None]:
+    """A layer's hidden states for the span's tokens, given those before each, and its attention's state after them."""
+    assert span.tokens is not None, "which the layer embeds"
+    embedded = model.model.word_embeddings.embed(span.tokens, span.execution)
+    return layer(embedded, hidden, state, span)

@@ -31,7 +31,7 @@ from ling3 import checkpoint
 from ling3.checkpoint import hub
 from ling3.engine import lockstep
 from ling3.engine.actor import join_abandoned
-from ling3.engine.calls import Call, Decoded, Extended
+from ling3.engine.calls import Call, Decoded, Extended, Passed
 from ling3.engine.filters import Filter, checked
 from ling3.engine.forward import Batch, Programs
 from ling3.engine.front import Front, Server
@@ -42,7 +42,9 @@ from ling3.engine.request import TokenSequence
 from ling3.engine.requests import QueueFull, Requests
 from ling3.engine.runner import Runner
 from ling3.engine.settings import DECODE_STEPS, EngineSettings, changed
-from ling3.engine.shapes import Shapes, settle, smallest
+from ling3.engine.shapes import DraftShapes, Shapes, settle, smallest
+from ling3.engine.speculator import Speculator
+from ling3.engine.verification import Drafts
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
@@ -62,6 +64,10 @@ class Loop(Requests):
     turn waits for its own results. The bits are the same.
     """
 
+    def __init__(self, runner: Runner, settings: EngineSettings, *, alike: bool = False):
+        super().__init__(runner, settings)
+        self.speculator = Speculator(runner.shapes, alike=alike)
+
     def turn(self) -> Iterator[Call]:
         """Runs one turn. Yields each call before it reads its results, so that the caller can wait for the device."""
         self.counts["steps"] += 1
@@ -79,6 +85,7 @@ class Loop(Requests):
         for call in [*before, *now]:
             yield call
             self._read(call)
+        self.speculator.end([*before, *now], later)
 
     def _make_room(self) -> None:
         """Gives every decoding sequence pages for its next call, the oldest first, by preempting the youngest."""
@@ -183,48 +190,58 @@ class Loop(Requests):
         for further steps.
         """
         running, calls = self.scheduler.running, []
-        ready = [each for each in running if each.decoding and each.left > 0 and not (each.synchronous and each.ahead)]
+        guess = self.speculator.begin(running)  # sequences that guess wait for the host, as synchronous ones do
+
+        def waits(sequence: TokenSequence) -> bool:
+            return sequence.synchronous or (guess and sequence.speculation is not None)
+
+        ready = [each for each in running if each.decoding and each.left > 0 and not (waits(each) and each.ahead)]
         ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
-        ready = [each for each in ready if self._guesses(each)]
+        if guess:
+            ready = [each for each in ready if self._guesses(each)]
+            self.speculator.choose([each.speculation for each in ready if each.speculation is not None])
         first = [each for each in ready if not (each.token_ids or each.ahead)]
         self.counts["prompt_tokens"] += len(first)  # each prompt's last token
-        synchronous = self._decode_in([each for each in ready if each.synchronous], self.settings.decode_steps, 2)
-        others, steps = [each for each in ready if not each.synchronous], self.settings.decode_steps
+        synchronous = self._decode_in(list(filter(waits, ready)), self.settings.decode_steps, 2)
+        others, steps = [each for each in ready if not waits(each)], self.settings.decode_steps
         if not all(each.decoding for each in running):
             steps = 1
-        elif any(each.synchronous for each in running):
+        elif any(map(waits, running)):
             steps = min(BESIDE, steps)
-        if steps > 1 and any(not each.synchronous for each in first):
+        if steps > 1 and any(not waits(each) for each in first):
             calls = self._decode_in(others, 1, 8)
             others, steps = [each for each in others if each.left > 0], steps - 1
         return synchronous, calls + self._decode_in(others, steps, 8)
 
     def _decode_in(self, sequences: Sequence[TokenSequence], steps: int, idle: int) -> list[Call]:
         """Dispatches calls of at most `steps` steps, of which at most 1/`idle` of the row-steps give no token."""
-        calls = []
-        sizes, drafts = self.runner.shapes.rows, self.settings.draft_tokens
-        drafted = sizes[-1] // (drafts + 1)
-        for some in self.scheduler.alike(sequences, sizes[-1], drafted):
-            if any(sequence.drafts for sequence in some):
-                plans, count = [StepPlan(1 + len(each.drafts), drafts=each.drafts) for each in some], drafted
+        calls, sizes, drafts = [], self.runner.shapes.rows, self.runner.shapes.drafts
+        for some in self.scheduler.alike(sequences, sizes[-1], sizes[-1] if drafts is None else drafts.sequences):
+            checked = drafts if any(sequence.drafts is not None for sequence in some) else None
+            if checked is not None:
+                plans, count = [sequence.plan(checked.tokens) for sequence in some], checked.sequences
             else:
                 plans = [sequence.plan(steps) for sequence in some]
                 if (together := common_steps(plans, idle)) < max(plan.count for plan in plans):
                     plans = [sequence.plan(together) for sequence in some]
                 count = smallest(sizes, max(Counter(sequence.memory.group for sequence in some).values()))
             where, rows = block_table(some, count, self.runner.shapes)
-            batch = step_batch(where, rows, plans, drafts)
-            results = self.runner.decode(batch, rows, some)
+            if checked is None:
+                batch, kind = step_batch(where, rows, plans), Decoded
+            else:
+                batch, kind = pass_batch(where, rows, plans, checked, steps), Passed
+            results: Any = self.runner.decode(batch, rows, some)
             self.counts["decode_calls"] += 1
             for sequence, plan in zip(some, plans, strict=True):
                 sequence.ahead += plan.count
-            calls.append(Decoded(results, some, rows, [plan.count for plan in plans]))
+            calls.append(kind(results, some, rows, [plan.count for plan in plans]))
         return calls
 
     def _guesses(self, sequence: TokenSequence) -> bool:
         """Lets the sequence guess its next tokens; False if that failed, which ends it."""
         try:
-            sequence.guess()
+            if sequence.speculation is not None:
+                sequence.speculation.guess([*sequence.prompt, *sequence.token_ids], sequence.left - 1)
         except Exception as error:
             self.settle(sequence, sequence.fail(f"speculation: its tokens could not be guessed: {error!r}"))
             return False
@@ -283,8 +300,8 @@ def prompt_batch(where: Rows, rows: Sequence[int], chunks: Sequence[Sequence[int
     return Batch(where, tokens, lengths)
 
 
-def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], drafts: int = 0) -> Batch:
-    """The input of `decode`: the number of tokens that each row gets, its forced tokens and its mask, or its drafts."""
+def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> Batch:
+    """The input of `decode`: the number of tokens that each row gets, its forced tokens and its mask."""
     words = max((len(plan.mask) for plan in plans if plan.mask is not None), default=0)
     lengths = np.zeros(len(where.table), np.int32)
     known = words or any(plan.forced for plan in plans)
@@ -295,12 +312,19 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], draf
         tokens[row, : len(plan.forced)] = plan.forced
         if plan.mask is not None:
             masks[row] = plan.mask
-    if not any(plan.drafts for plan in plans):
-        return Batch(where, tokens, lengths, masks if words else None)
-    guesses = np.full((len(lengths), drafts), -1, np.int32)
+    return Batch(where, tokens, lengths, masks if words else None)
+
+
+def pass_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], sizes: DraftShapes, most: int) -> Batch:
+    """The input of `decode` with drafts: each row's tokens at most, and its drafts, for at most `most` passes."""
+    lengths, passes = np.zeros(len(where.table), np.int32), np.zeros(len(where.table), np.int32)
+    tokens = np.full((len(lengths), sizes.tokens - 1), -1, np.int32)
     for row, plan in zip(rows, plans, strict=True):
-        guesses[row, : len(plan.drafts)] = plan.drafts
-    return Batch(where, tokens, lengths, drafts=guesses)
+        lengths[row], passes[row] = plan.count, most
+        tokens[row, : len(plan.drafts or ())] = plan.drafts or ()
+    return Batch(
+        where, np.zeros((len(lengths), 0), np.int32), lengths, drafts=Drafts(tokens, passes, sizes.each, sizes.mtp)
+    )
 
 
 class Engine(Front):
@@ -355,7 +379,7 @@ class Engine(Front):
         settings, shapes = settle(settings, model, execution)
         filters = checked(filters, model.config.vocab_size)
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
-        loop = Loop(runner, settings)
+        loop = Loop(runner, settings, alike=wire is not None)
         intake = Intake.of(runner, tokenizer, settings, lockstep.leads(wire))
         Front.__init__(self, intake, loop, wire)
 

@@ -10,6 +10,7 @@ from ling3.engine.forward import Extension
 from ling3.engine.outputs import Delta, Logprob
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Choice
+from ling3.engine.verification import Verified
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,37 @@ class Decoded:
 
     def take(self, choice: Choice, i: int) -> Delta | None:
         """Adds sequence i's results, given the `choice` of `on_host`; returns its delta, or None if nothing is new."""
+        return _taken(self.sequences[i], choice, self.rows[i])
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """A dispatched call of `decode` with drafts: its sequences, their rows, and the most tokens that each can get."""
+
+    results: Verified
+    sequences: Sequence[TokenSequence]
+    rows: Sequence[int]
+    ahead: Sequence[int]
+
+    def on_host(self) -> Verified:
+        """Waits for the device and returns the tokens of all rows, and what came of their drafts."""
+        choice = _on_host(self.results.choice, any(sequence.params.logprobs for sequence in self.sequences))
+        found = self.results
+        return Verified(choice, np.asarray(found.passes), np.asarray(found.drafted), np.asarray(found.following))
+
+    def take(self, found: Verified, i: int) -> Delta | None:
+        """Adds sequence i's results, given those of `on_host`; returns its delta, or None if nothing is new."""
         sequence, row = self.sequences[i], self.rows[i]
-        tokens = choice.token[row].tolist()
-        return sequence.take(tokens, _logprobs(tokens, choice, row, sequence.params.logprobs))
+        assert sequence.speculation is not None, "whose drafts the call checked"
+        given, passes = int((found.choice.token[row] != -1).sum()), int(found.passes[row])
+        following = (len(sequence.prompt) + len(sequence.token_ids) + given, found.following[row].tolist())
+        sequence.speculation.learn(passes, int(found.drafted[row]), given - passes, following)
+        return _taken(sequence, found.choice, row)
+
+
+def _taken(sequence: TokenSequence, choice: Choice, row: int) -> Delta | None:
+    tokens = choice.token[row].tolist()
+    return sequence.take(tokens, _logprobs(tokens, choice, row, sequence.params.logprobs))
 
 
 def _on_host(choice: Choice, reported: bool = True) -> Choice:
@@ -85,4 +114,4 @@ def _logprobs(tokens: Sequence[int], choice: Choice, row: int, wanted: int | Non
     return list(map(Logprob, tokens, choice.logprob[row].tolist(), tops))
 
 
-Call = Extended | Decoded
+Call = Extended | Decoded | Passed

@@ -20,17 +20,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from ling3.cache import Span, kept
+from ling3.cache import Span
 from ling3.engine.arrays import AnyArray
 from ling3.engine.masks import mask_of_step
 from ling3.engine.pool import Pool, Rows
-from ling3.engine.sampling import Choice, choose_active, ends, scored
+from ling3.engine.sampling import Choice, choose_active, scored
 from ling3.engine.settings import DECODE_STEPS
+from ling3.engine.verification import Drafts, Verified, verified
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
 from ling3.mesh.placement import everyones
 from ling3.mesh.sharded import Sharded
 from ling3.model import CausalLM
+from ling3.mtp import predicted
 
 SCORED = 16
 """Tokens of each row whose logits are computed at once to score a prompt: those of a chunk would take gigabytes."""
@@ -49,7 +51,8 @@ class Batch(eqx.Module):
     lengths: Int32[AnyArray, " rows"]
     masks: UInt32[AnyArray, "rows words"] | None = None
     targets: Int32[AnyArray, "rows seq"] | None = None  # `extend` only: the tokens to score, each follows its place
-    drafts: Int32[AnyArray, "rows drafts"] | None = None  # `decode` only: guesses of the tokens after the newest; or -1
+    following: Int32[AnyArray, "rows seq"] | None = None  # `extend` only: the same, for a multi-token-prediction layer
+    drafts: Drafts | None = None  # `decode` only
     interventions: tuple[Intervention, ...] = ()  # those of each row, `stacked`
     want: tuple[str, ...] = eqx.field(static=True, default=())  # `extend` only: recorder paths to return
 
@@ -77,6 +80,10 @@ def _extend(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
     watcher = recorder(batch.interventions, watch=bool(batch.want))
     span = Span(view.length, batch.lengths, batch.rows.table, execution, watcher)
     hidden, layers = model.model(batch.tokens, view.layers, span)
+    if batch.following is not None:
+        own = Span(span.start, span.length, span.table, execution, tokens=batch.following)
+        _, state = predicted(model, model.mtp[0], hidden, layers[-1], own)
+        layers = (*layers[:-1], state)
     after = dataclasses.replace(view, layers=layers, length=view.length + batch.lengths)
     scores = None
     if batch.targets is not None:
@@ -120,13 +127,12 @@ def score(
 
 
 @functools.partial(jax.jit, donate_argnames="pool", static_argnames="execution")
-def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
+def decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice | Verified, Pool]:
     """Samples up to `lengths` tokens for each row that is not done, `[rows, DECODE_STEPS]`; -1 where a row got none.
 
     A row's first step puts its newest token into the caches: the last one of its prompt, or the last one sampled.
 
-    With `drafts` it takes the newest token and the drafts in one pass, and keeps the tokens up to the first that a
-    draft did not foresee, `[rows, drafts + 1]`. They have the bits of as many steps.
+    With `drafts` the same tokens, with the same bits, come from passes that take several at once (`verification.py`).
     """
     run = _decode if batch.drafts is None else _verify
     return _on_every_device(functools.partial(run, execution=execution), model, batch, pool)
@@ -167,44 +173,9 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
     return out, pool.put(rows, view)
 
 
-def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Choice, Pool]:
-    rows, view = batch.rows, pool.take(batch.rows, execution.take_rows)
+def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Verified, Pool]:
     assert batch.drafts is not None, "decoded without drafts"
-    tokens = jnp.concatenate([view.token[:, None], batch.drafts], axis=1)
-    sequences, each = tokens.shape
-    steps = jnp.arange(each, dtype=jnp.int32)[None]
-    offered = ~view.done[:, None] & (steps < batch.lengths[:, None]) & (tokens >= 0)
-    start = view.length[:, None] + steps
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])
-
-    def repeated(x: Array) -> Array:
-        return jnp.repeat(x, each, axis=0)
-
-    def by_sequence(x: Array) -> Array:
-        return x.reshape(sequences, each, *x.shape[1:])
-
-    table = repeated(jnp.asarray(rows.table))
-    span = Span(by_row(start), by_row(offered).astype(jnp.int32), table, execution, rows_each=each)
-    hidden, layers = model.model(by_row(jnp.maximum(tokens, 0))[:, None], view.layers, span)
-    logits, sampling = model.logits(hidden, execution)[:, 0], jax.tree.map(repeated, view.sampling)
-    choice = choose_active(logits, sampling, by_row(start + 1), by_row(offered), execution)
-    ended = by_sequence(ends(choice.token, sampling, by_row(start + 1))) | (start + 2 >= view.until[:, None])
-    choice = jax.tree.map(by_sequence, choice)
-    foreseen = (choice.token[:, :-1] == tokens[:, 1:]) & ~ended[:, :-1]
-    given = offered & jnp.cumprod(jnp.pad(foreseen, ((0, 0), (1, 0)), constant_values=True), axis=1).astype(bool)
-    count = given.sum(axis=1, dtype=jnp.int32)
-    newest = (jnp.arange(sequences, dtype=jnp.int32), jnp.maximum(count - 1, 0))
-    view = dataclasses.replace(
-        view,
-        layers=kept(layers, count),
-        length=view.length + count,
-        token=jnp.where(count > 0, choice.token[newest], view.token),
-        done=jnp.where(count > 0, ended[newest], view.done),
-    )
-    choice = eqx.tree_at(lambda c: c.token, choice, jnp.where(given, choice.token, -1))
-    return choice, pool.put(rows, view)
+    return verified(model, batch.rows, batch.lengths, batch.drafts, pool, execution)
 
 
 def _on_every_device(
@@ -229,8 +200,8 @@ class Programs(NamedTuple):
     """The two forward programs of an engine, which can be replaced, and the features that they support."""
 
     extend: Callable[[CausalLM, Batch, Pool, Execution], tuple[Extension, Pool]] = extend
-    decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice, Pool]] = decode
-    parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want"})
+    decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice | Verified, Pool]] = decode
+    parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want", "drafts"})
     """The optional parts of a `Batch` that the programs accept."""
     snapshots: bool = True
     """False if a sequence's memory in the pool cannot be taken as a `Snapshot`."""

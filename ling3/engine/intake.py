@@ -103,8 +103,7 @@ class Intake:
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
         stepwise = params.keep and (self.shapes.window is not None or bool(params.stop))
-        plain = constraint is None and not (params.adjusts or request.interventions or stepwise)
-        draft = self.settings.speculation if plain else None
+        guesses = self.shapes.drafts is not None and constraint is None and not (request.interventions or stepwise)
         for index in range(params.n):
             sequence = TokenSequence(
                 request,
@@ -117,8 +116,8 @@ class Intake:
                 constraint=constraint and constraint.copy(),
                 prefill_end=len(ids) - 1,
                 stepwise=stepwise,
-                synchronous=stepwise or constraint is not None or draft is not None,
-                speculation=None if draft is None else Speculation(draft, self.settings.draft_tokens, self.vocab),
+                synchronous=stepwise or constraint is not None,
+                speculation=self._speculation() if guesses else None,
                 reads_prefixes=params.prompt_logprobs is None and not request.interventions,
                 keeps_prefixes=not request.interventions,
             )
@@ -128,6 +127,11 @@ class Intake:
                 sequence.resume(before.snapshot)
             request.sequences.append(sequence)
         return request
+
+    def _speculation(self) -> Speculation:
+        draft, sizes = self.settings.speculation, self.shapes.drafts
+        assert draft is not None and sizes is not None, "asked for"
+        return Speculation(draft, sizes.each, sizes.tokens - 1, self.vocab)
 
     def check(
         self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str

@@ -40,7 +40,8 @@ class Footprint:
     def of(model: CausalLM, settings: EngineSettings) -> "Footprint":
         """The footprint of an engine that runs `model`."""
         dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
-        memory = eqx.filter_eval_shape(new_memory, model, CacheSpec(1, 1, settings.page_size, dtype, packed))
+        spec = CacheSpec(1, 1, settings.page_size, dtype, packed, mtp=settings.speculation == "mtp")
+        memory = eqx.filter_eval_shape(new_memory, model, spec)
         states, page = (_of_a_device(model, part) for part in (slots_of(memory), pages_of(memory)))
         placement = placement_of(model)
         return Footprint(

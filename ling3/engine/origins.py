@@ -21,6 +21,8 @@ def origin(model: CausalLM, settings: EngineSettings, shapes: Shapes, execution:
     found = {"model": checksum(model), "cache_dtype": settings.cache_dtype, "execution": execution}
     if shapes.window is not None:  # the pages kept for a window are rounded to steps of the known prefixes
         found["prefix_step"] = None if shapes.grid is None else shapes.grid.step
+    if settings.speculation == "mtp":  # whose layer has pages too
+        found["speculation"] = "mtp"
     return found | {name: getattr(settings, name) for name in names}
 
 

@@ -23,8 +23,8 @@ class StepPlan:
     """The first tokens, if the grammar forces them."""
     mask: UInt32[np.ndarray, " words"] | None = None
     """The tokens that may follow the forced ones, as in `masks.py`; None allows any."""
-    drafts: Sequence[int] = ()
-    """Guesses of the tokens, for one pass that gives at most one token more."""
+    drafts: Sequence[int] | None = None
+    """Guesses of the tokens, for passes that check several at once; None for plain steps."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:

@@ -156,10 +156,7 @@ class TokenSequence:
 
     memory: SequenceMemory = dataclasses.field(default_factory=SequenceMemory)
     speculation: Speculation | None = None
-    """What guesses its next tokens; None if each is sampled after the one before."""
-    drafts: Sequence[int] = ()
-    """The guesses for its next call."""
-
+    """Its guesses of the next tokens; None if it makes none."""
     times: Times = dataclasses.field(default_factory=Times)
     cached: int = 0
     """Prompt tokens that were not computed for it, but taken from a known prefix or a snapshot."""
@@ -245,9 +242,9 @@ class TokenSequence:
         self.reads_prefixes = self.keeps_prefixes = False
 
     def plan(self, most: int) -> StepPlan:
-        """The sequence's plan of a decode call of `most` steps."""
+        """The sequence's plan of a decode call of `most` steps, or of that many tokens if it has drafts."""
         most = min(most, self.left, 1 if self.stepwise else most)
-        return StepPlan(most) if self.constraint is None else self.constraint.plan(most)
+        return StepPlan(most, drafts=self.drafts) if self.constraint is None else self.constraint.plan(most)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
         """Adds tokens up to the sequence's end; returns the delta, or None if nothing is new.
@@ -256,10 +253,6 @@ class TokenSequence:
         """
         before, text = len(self.token_ids), ""
         reason, stop_reason, error = None, None, None
-        if self.drafts and self.speculation is not None:
-            given = sum(token != -1 for token in tokens)
-            self.speculation.learn(len(self.drafts), given - 1, len(self.prompt) + before + given)
-            self.drafts = ()
         for place, token in enumerate(tokens):
             if token == NOT_A_NUMBER:
                 reason, error = "error", NOT_FINITE
@@ -275,11 +268,10 @@ class TokenSequence:
                 return self.finish(reason, stop_reason=stop_reason, error=error, text=text, before=before)
         return self._delta(text, before) if len(self.token_ids) > before else None
 
-    def guess(self) -> None:
-        """Guesses the tokens of its next call, if it is decoding and all its tokens are known."""
-        self.drafts = ()
-        if self.speculation is not None and self.decoding and self.left > 1:
-            self.drafts = self.speculation.guesses([*self.prompt, *self.token_ids], self.left - 1)
+    @property
+    def drafts(self) -> Sequence[int] | None:
+        """Guesses of the tokens that its next call gives; None for plain steps."""
+        return None if self.speculation is None else self.speculation.drafts
 
     def take_scores(self, scores: Sequence[Logprob]) -> Delta | None:
         """Adds the scores of the prompt's next tokens; if one is NaN, ends in `error` and returns the last delta."""

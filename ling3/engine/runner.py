@@ -32,6 +32,7 @@ from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
 from ling3.engine.settings import DECODE_STEPS, CacheDtype
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshots import Snapshot
+from ling3.engine.verification import Drafts, Verified
 from ling3.execution import Execution
 from ling3.intervention import stacked
 from ling3.mesh.sharded import placement_of
@@ -81,7 +82,7 @@ class Runner:
         shapes = self.shapes
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = self._sampling(rows, self._adjustments(shapes.slots))
-        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, self.dtype, self.packed)
+        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, self.dtype, self.packed, self._mtp)
         self.pool = Pool.empty(self.model, sampling, spec)
         self._unadjusted = self._adjustments(1)
         self._fresh = jax.tree.map(lambda x: self._zeros(x, 1), slots_of(self.pool.layers))
@@ -140,19 +141,22 @@ class Runner:
 
     def extend(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Extension:
         """Dispatches `extend` for sequences with the same key; `rows` has the row of each."""
-        targets = None
-        if sequences[0].scored:
-            targets = np.zeros_like(batch.tokens)
-            for row, sequence in zip(rows, sequences, strict=True):
-                after = sequence.prompt[sequence.prefilled + 1 :][: batch.lengths[row]]
-                targets[row, : len(after)] = after
+        following = np.zeros_like(batch.tokens)
+        for row, sequence in zip(rows, sequences, strict=True):
+            after = sequence.prompt[sequence.prefilled + 1 :][: batch.lengths[row]]
+            following[row, : len(after)] = after
         interventions = stacked([sequence.interventions for sequence in sequences], rows, len(batch.lengths))
-        parts = {"targets": targets, "interventions": interventions, "want": sequences[0].want}
+        parts = {"interventions": interventions, "want": sequences[0].want}
+        parts |= {"targets": following if sequences[0].scored else None, "following": following if self._mtp else None}
         batch = self._put(dataclasses.replace(batch, **parts))
         extension, self.pool = self.forward.extend(self.model, batch, self.pool, self.execution)
         return extension
 
-    def decode(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Choice:
+    @property
+    def _mtp(self) -> bool:
+        return self.shapes.drafts is not None and self.shapes.drafts.mtp
+
+    def decode(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Choice | Verified:
         """Dispatches `decode` for sequences with the same key; `rows` has the row of each."""
         interventions = stacked([sequence.interventions for sequence in sequences], rows, len(batch.lengths))
         batch = self._put(dataclasses.replace(batch, interventions=interventions))
@@ -197,10 +201,17 @@ class Runner:
                 masks = np.zeros((rows * self.shapes.groups, words(self.model.config.vocab_size)), np.uint32)
                 inputs = self._empty_batch(rows, DECODE_STEPS, masks=masks)
                 yield f"masked decode of {rows}", decode, inputs, self.execution
+        if (drafts := self.shapes.drafts) is not None and not first_token:
+            shape = (drafts.sequences * self.shapes.groups, drafts.tokens - 1)
+            empty = Drafts(np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32), drafts.each, drafts.mtp)
+            inputs = self._empty_batch(drafts.sequences, 0, drafts=empty)
+            yield f"decode of {drafts.sequences} with drafts", decode, inputs, self.execution
         for width in reversed(self.shapes.buckets):
-            yield f"extend by {width}", extend, self._empty_batch(1, width), self.execution
+            zeros = np.zeros((self.shapes.groups, width), np.int32)
+            more = {"following": zeros} if self._mtp else {}
+            yield f"extend by {width}", extend, self._empty_batch(1, width, **more), self.execution
             if "prompt_logprobs" in also and "targets" in parts:
-                inputs = self._empty_batch(1, width, targets=np.zeros((self.shapes.groups, width), np.int32))
+                inputs = self._empty_batch(1, width, targets=zeros, **more)
                 yield f"scores of {width}", extend, inputs, self.execution
         yield "swap in", swap_in, (self._int(self.shapes.slots), self._empty_contents())
         if not first_token:

@@ -4,6 +4,7 @@
 is above 0. A filter's parameter is a field of `SamplingParams` and a column of `Sampling`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,13 @@ MANY = 2**14
 COLDEST = 1e-30
 
 
+class Drafted(eqx.Module):
+    """For rows that are drafts: which row of bias and counts each has, and the drafts before it, which also count."""
+
+    sequence: Int32[Array, " batch"]
+    before: Int32[Array, "batch drafts"]  # -1 for none
+
+
 class Adjustments(eqx.Module):
     """Biases and penalties on a row's logits, where it is `active`; see `SamplingParams`."""
 
@@ -39,8 +47,28 @@ class Adjustments(eqx.Module):
     repetition: Float32[Array, " batch"]
     presence: Float32[Array, " batch"]
     frequency: Float32[Array, " batch"]
-    bias: Float32[Array, "batch vocab"]
-    counts: Int32[Array, "batch vocab"]  # of each token in the output, plus IN_PROMPT
+    bias: Float32[Array, "sequences vocab"]
+    counts: Int32[Array, "sequences vocab"]  # of each token in the output, plus IN_PROMPT
+    drafted: Drafted | None = None  # None: row i has row i of bias and counts
+
+    def of(self, rows: Int32[Array, " some"]) -> "Adjustments":
+        """Those of some rows, each with bias and counts of its own."""
+        if self.drafted is None:
+            return jax.tree.map(lambda x: x[rows], self)
+        sequence, before = self.drafted.sequence[rows], self.drafted.before[rows]
+        counts = self.counts[sequence]
+        at = (jnp.arange(len(rows), dtype=jnp.int32)[:, None], jnp.where(before >= 0, before, counts.shape[1]))
+        counts = counts.at[at].add(1, mode="drop")
+        return dataclasses.replace(self, **self._flags(rows), bias=self.bias[sequence], counts=counts, drafted=None)
+
+    def spread(self, sequence: Int32[Array, " rows"], before: Int32[Array, "rows drafts"]) -> "Adjustments":
+        """Those of rows that are drafts, which share bias and counts."""
+        return dataclasses.replace(self, **self._flags(sequence), drafted=Drafted(sequence, before))
+
+    def _flags(self, rows: Int32[Array, " some"]) -> dict[str, Array]:
+        flags = {"active": self.active, "repetition": self.repetition}
+        flags |= {"presence": self.presence, "frequency": self.frequency}
+        return {name: x[rows] for name, x in flags.items()}
 
     @staticmethod
     def build(
@@ -103,6 +131,23 @@ class Sampling(eqx.Module):
             "alternatives": np.asarray([bool(p.logprobs or p.prompt_logprobs) for p in params], bool),
         }
         return Sampling(**put(columns), adjustments=adjustments, filters=filters)
+
+    def of(self, rows: Int32[Array, " some"]) -> "Sampling":
+        """That of some rows."""
+        own = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, adjustments=None))
+        return dataclasses.replace(own, adjustments=None if self.adjustments is None else self.adjustments.of(rows))
+
+
+def drafted_rows(sampling: Sampling, drafts: Int32[Array, "sequences drafts"]) -> Sampling:
+    """The sampling of the rows of a pass: of each sequence's newest token, and of the drafts after it."""
+    count, most = drafts.shape
+    sequence = jnp.repeat(jnp.arange(count, dtype=jnp.int32), most + 1)
+    rows = dataclasses.replace(sampling, adjustments=None).of(sequence)
+    if (own := sampling.adjustments) is None:
+        return rows
+    earlier = jnp.arange(most, dtype=jnp.int32)[None, None] < jnp.arange(most + 1, dtype=jnp.int32)[None, :, None]
+    before = jnp.where(earlier, drafts[:, None], -1).reshape(-1, most)
+    return dataclasses.replace(rows, adjustments=own.spread(sequence, before))
 
 
 class Choice(eqx.Module):
@@ -186,14 +231,17 @@ def choose_active(
     `choose` runs only if a row wants its logits adjusted, or the likeliest tokens reported.
     """
     greedy, total = execution.likeliest(logits, active)
+    drafted = sampling.adjustments is not None and sampling.adjustments.drafted is not None
     if not execution.row_by_row or logits.shape[1] < MANY:
+        sampling = sampling.of(jnp.arange(len(logits), dtype=jnp.int32)) if drafted else sampling
         return choose(logits, total, sampling, positions, execution, allowed)
 
     def chosen(row: Int32[Array, ""]) -> Choice:
         def own(x: Any) -> Any:
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), x)
 
-        return choose(own(logits), own(total), own(sampling), own(positions), execution, own(allowed))
+        how = sampling.of(row[None]) if drafted else own(sampling)
+        return choose(own(logits), own(total), how, own(positions), execution, own(allowed))
 
     def of(row: Int32[Array, ""]) -> Choice:
         return lax.cond(active[row], chosen, lambda _: Choice.none((1,), logits.shape[1]), row)

@@ -137,7 +137,7 @@ class Scheduler:
             kinds.setdefault(sequence.key, []).append(sequence)
         for kind in kinds.values():
             groups = [[each for each in kind if each.memory.group == group.number] for group in self.groups]
-            most = drafted if any(each.drafts for each in kind) else rows
+            most = drafted if any(each.drafts is not None for each in kind) else rows
             for start in range(0, max(map(len, groups)), most):
                 yield [sequence for group in groups for sequence in group[start : start + most]]
 

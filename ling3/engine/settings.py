@@ -70,11 +70,12 @@ class EngineSettings:
     """The dtype of caches; "auto" is the weights' dtype, but at least float32 on a CPU. Recurrent states are float32 in
     any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes, and the rest
     as "auto" does; the model's entries must have the sizes of that format."""
-    speculation: Literal["lookup"] | Callable[[Sequence[int]], Sequence[int]] | None = None
-    """"lookup", or a function of a sequence's tokens that guesses those after them (`ling3.engine.speculation`); None
-    for none. Answers keep their bits."""
+    speculation: Literal["lookup", "mtp"] | Callable[[Sequence[int]], Sequence[int]] | None = None
+    """What guesses tokens, which are checked several in a pass: "lookup" (what followed the same tokens before), "mtp"
+    (the model's multi-token-prediction layer), or a function of a sequence's tokens; None for none. Answers keep their
+    bits (`ling3.engine.speculation`)."""
     draft_tokens: int = parameter(3, ge=1, le=DECODE_STEPS - 1)
-    """The most tokens that are guessed at a time; fewer, if as many and one more do not divide decode_rows."""
+    """The most guesses in a pass; fewer, if as many and one more do not divide decode_rows."""
     overlap: bool = parameter(True)
     """False: the host waits for each turn's results before it plans the next turn; slower, with the same bits."""
 
@@ -83,8 +84,8 @@ class EngineSettings:
         if type(self.cache_dtype) is not str or self.cache_dtype not in CACHE_DTYPES:
             names = ", ".join(map(repr, CACHE_DTYPES))
             problems.append(("cache_dtype", f"cache_dtype is {shown(self.cache_dtype)}, expected one of {names}"))
-        if not (self.speculation is None or self.speculation == "lookup" or callable(self.speculation)):
-            wanted = "None, 'lookup' or a function of the tokens so far that returns guesses"
+        if not (self.speculation in (None, "lookup", "mtp") or callable(self.speculation)):
+            wanted = "None, 'lookup', 'mtp' or a function of the tokens so far that returns guesses"
             problems.append(("speculation", f"speculation is {shown(self.speculation)}, expected {wanted}"))
         problems += [("token_paddings", problem) for problem in self._padding_problems()]
         if problems:
@@ -116,7 +117,7 @@ class EngineSettings:
     @property
     def most_steps(self) -> int:
         """The most tokens of a sequence in one decode call."""
-        return self.decode_steps if self.speculation is None else max(self.decode_steps, self.draft_tokens + 1)
+        return self.decode_steps * (1 if self.speculation is None else self.draft_tokens + 1)
 
     @property
     def prefix_step(self) -> int:

@@ -32,6 +32,19 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftShapes:
+    """The sizes of decode calls that check drafts: as many rows as other calls have, shared by fewer sequences."""
+
+    sequences: int
+    each: int
+    """The most drafts of a sequence in a pass, which has a row for each and one for the newest token."""
+    tokens: int
+    """The most tokens of a sequence in a call."""
+    mtp: bool
+    """True if the model's multi-token-prediction layer guesses."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """The sizes of an engine's memory and of its calls."""
 
@@ -52,6 +65,8 @@ class Shapes:
     """Where known prefixes may end; None if none are kept."""
     groups: int = 1
     """Groups of devices, each with its own part of the slots and pages, and its own rows of a call."""
+    drafts: DraftShapes | None = None
+    """The sizes of calls with drafts; None without speculation."""
 
     @property
     def step(self) -> int:
@@ -104,10 +119,10 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
     if widths is None:
         own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
         widths = own if chunk <= own[-1] else (*own, chunk)
-    drafts = settings.draft_tokens
+    drafts, mtp = settings.draft_tokens, settings.speculation == "mtp"
     if settings.speculation is not None:
         drafts = fitting(drafts, rows)
-        check_drafts(model, execution)
+        check_drafts(model, execution, mtp)
     settled = dataclasses.replace(
         settings, draft_tokens=drafts, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
     )
@@ -123,6 +138,9 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         most_pages=most_pages,
         grid=grid,
         groups=groups,
+        drafts=None
+        if settled.speculation is None
+        else DraftShapes(rows // (drafts + 1), drafts, settled.most_steps, mtp),
     )
 
 

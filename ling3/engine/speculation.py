@@ -1,8 +1,8 @@
-"""Speculation: guesses of a sequence's next tokens (drafts), which one pass over the model checks.
+"""Speculation: guesses of a sequence's next tokens (drafts).
 
-A row of a call does not depend on the other rows, so the rows of one call can be one sequence's newest token and
-guesses of those after it. Each row's token is the one that a single step would give, as long as the guesses before it
-are right, and so are its log-probability and every bit of its state: a wrong guess costs time, and changes nothing.
+A decode call with drafts checks several tokens of a sequence in each pass over the model (`verification.py`), if that
+pays (`speculator.py`). Answers do not depend on what is guessed, or whether anything is: a wrong guess costs time, and
+changes nothing.
 """
 
 import itertools
@@ -20,59 +20,64 @@ from ling3.model import CausalLM
 
 LEAST = 4
 """Tokens that must have occurred before to guess from: shorter matches do not pay."""
-WORTH = 0.5
-"""Guesses that must have been right in a pass, in the running mean, for the next pass to have some."""
+CONTINUED = 256
+"""The number of tokens that `lookup` guesses."""
 MEMORY = 0.7
-"""The weight of the passes before in the running mean."""
-LONGEST_PAUSE = 64
-"""The most tokens without a guess after guesses that were not worth it."""
-
+"""The weight of the passes before in the running mean of right guesses."""
 Draft = Callable[[Sequence[int]], Sequence[int]]
 """Guesses the tokens that follow some tokens, as many as it likes; none if it has no guess."""
 
 
 def lookup(tokens: Sequence[int], least: int = LEAST) -> Sequence[int]:
-    """The tokens that followed the last `least` tokens where these last occurred before (prompt lookup)."""
+    """The tokens that followed the last `least` tokens where these last occurred before (prompt lookup).
+
+    They end with the last token, and go on from their own beginning, as in a text that repeats itself.
+    """
     own = np.asarray(tokens, np.int32)
     if len(own) <= least:
         return ()
     ends = np.flatnonzero(own[least - 1 : -1] == own[-1]) + least - 1
     for back in range(1, least):
         ends = ends[own[ends - back] == own[-1 - back]]
-    return own[ends[-1] + 1 :].tolist() if len(ends) else ()
+    return np.resize(own[ends[-1] + 1 :], CONTINUED).tolist() if len(ends) else ()
 
 
 class Speculation:
-    """The guesses of one sequence: at most `most` in a pass, and none for a while after guesses that were mostly wrong.
+    """The guesses of one sequence, and how many of them were right."""
 
-    Whether it guesses changes no bit of the answer.
-    """
-
-    def __init__(self, draft: Draft | Literal["lookup"], most: int, vocab: int):
-        self.draft, self.most, self.vocab = (lookup if draft == "lookup" else draft), most, vocab
+    def __init__(self, draft: Draft | Literal["lookup", "mtp"], each: int, most: int, vocab: int):
+        self.draft = {"lookup": lookup, "mtp": self._predicted}.get(draft, draft) if isinstance(draft, str) else draft
+        self.always, self.most, self.vocab = draft == "mtp", most, vocab
+        self.drafts: Sequence[int] | None = None
+        """The guesses for the next call; None: it makes plain steps."""
         self.drafted = self.accepted = 0
-        self._mean, self._pause, self._until = float(most), 1, 0
+        self.each = each
+        """The most guesses in a pass."""
+        self.mean = float(each)
+        """The right guesses in a pass, in the running mean; at first the most."""
+        self._following: tuple[int, Sequence[int]] = (0, ())
 
-    def guesses(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The guesses for the next pass, at most `most`, up to the first that is no token.
+    def guess(self, tokens: Sequence[int], most: int) -> None:
+        """Guesses at most `most` tokens for the next call, up to the first that is no token.
 
         Raises what `draft` raises, and TypeError for anything but whole numbers.
         """
-        if len(tokens) < self._until:
-            return ()
         found = map(operator.index, tuple(self.draft(tokens))[: min(most, self.most)])
-        return tuple(itertools.takewhile(lambda token: 0 <= token < self.vocab, found))
+        guesses = tuple(itertools.takewhile(lambda token: 0 <= token < self.vocab, found))
+        self.drafts = guesses if guesses or self.always else None
 
-    def learn(self, drafted: int, accepted: int, length: int) -> None:
-        """Notes how many guesses of a pass were right, after which the sequence has `length` tokens."""
+    def learn(self, passes: int, drafted: int, accepted: int, following: tuple[int, Sequence[int]]) -> None:
+        """Notes a call's passes and guesses; `following` are a number of tokens, and the model's guesses after them."""
         self.drafted += drafted
         self.accepted += accepted
-        self._mean = MEMORY * self._mean + (1 - MEMORY) * accepted
-        if self._mean >= WORTH:
-            self._pause = 1
-            return
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._until, self._mean = length + self._pause, WORTH
+        self._following, self.drafts = following, None
+        for _ in range(min(passes, 16) if drafted else 0):
+            self.mean = MEMORY * self.mean + (1 - MEMORY) * accepted / passes
+
+    def _predicted(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The guesses of the model's own layer, which the last call left."""
+        length, guesses = self._following
+        return guesses if length == len(tokens) else ()
 
 
 def fitting(most: int, rows: int) -> int:
@@ -86,8 +91,13 @@ def fitting(most: int, rows: int) -> int:
     return found
 
 
-def check_drafts(model: CausalLM, execution: Execution) -> None:
+def check_drafts(model: CausalLM, execution: Execution, mtp: bool) -> None:
     """Raises ValueError, with the reason, if a layer of the model cannot go back behind wrong guesses."""
+    if mtp and not model.mtp:
+        raise ValueError(
+            "engine settings: speculation is 'mtp', and the model has no multi-token-prediction layer: load it with "
+            "mtp=True, which keeps that of its checkpoint, or use 'lookup'"
+        )
     spec = CacheSpec(1, 1, model.page_size, model.dtype)
 
     def run(model: CausalLM) -> Any:

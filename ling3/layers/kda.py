@@ -192,11 +192,14 @@ class KDA(eqx.Module):
         gates = self.gates(x, span)
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
         if span.rows_each > 1:
-            tokens = [span.by_sequence(own) for own in (q, k, v, g, beta)]
+            of = span.by_sequence
+            tokens = of(q), of(k), of(v), of(g), of(beta)
             o, _ = execution.kda_in_turn(*tokens, state.recurrent)
             o = o.reshape(-1, 1, *o.shape[2:])
             own = span.by_sequence(jnp.concatenate(inputs, axis=-1))
-            after = DraftedKDA(state, *tokens[1:], inputs=own, execution=execution)
+            after = DraftedKDA(
+                before=state, k=tokens[1], v=tokens[2], g=tokens[3], beta=tokens[4], inputs=own, execution=execution
+            )
         elif x.shape[1] == 1:
             token = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
             o, recurrent = execution.kda_step(*token, state.recurrent)

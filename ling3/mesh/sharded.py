@@ -146,7 +146,7 @@ class Sharded(CausalLM):
         shapes = eqx.filter_eval_shape(lambda: self.part.empty_states(spec))
         rows = self.placement.rows(math.gcd(spec.slots, spec.pages))
         groups = 1 if rows is None else self.placement.row_groups
-        own = CacheSpec(spec.slots // groups, spec.pages // groups, spec.page_size, spec.dtype, spec.packed)
+        own = dataclasses.replace(spec, slots=spec.slots // groups, pages=spec.pages // groups)
         empty = lambda part: part.empty_states(own)  # noqa: E731
         return self.placement.run(empty, (), (), self.placement.states(shapes, rows), self.part)
 
