@@ -166,7 +166,7 @@ class Passes:
         ahead = jnp.take_along_axis(guesses, total[:, None] + jnp.arange(each, dtype=jnp.int32)[None], axis=1)
         results = Verified(
             jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), results.choice, choice),
-            results.passes + offered[:, 0],
+            results.passes + offered[:, 0].astype(jnp.int32),
             results.drafted + offered[:, 1:].sum(axis=1, dtype=jnp.int32),
             jnp.where(foreseen[:, None], ahead, -1),
         )

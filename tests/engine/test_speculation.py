@@ -1,5 +1,10 @@
 """Speculation: answers keep their bits whatever is guessed, in every family that can go back behind a wrong guess."""
 
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from exhaustive_cases import exhaustively
@@ -13,9 +18,13 @@ from tiny_transformers import CASES
 from tiny_transformers import open_model as open_transformer
 
 import ling3
+from ling3.cache import Span
 from ling3.engine import sampling
 from ling3.engine.settings import EngineSettings
+from ling3.engine.shapes import DraftShapes, Shapes
 from ling3.engine.speculation import Speculation, fitting, lookup
+from ling3.engine.speculator import Speculator
+from ling3.mtp import predicted
 
 SIZES = {"max_running_requests": 4, "num_pages": 24, "page_size": 16, "chunked_prefill_size": 32, "max_model_len": 128}
 SETTINGS = {**SIZES, "token_paddings": (16, 32), "decode_rows": 8, "decode_steps": 4}
@@ -28,6 +37,12 @@ PARAMS = [
 ]
 
 
+@pytest.fixture
+def always(monkeypatch):
+    """Guesses are checked whether that pays or not."""
+    monkeypatch.setattr(Speculator, "pays", lambda *_: True)
+
+
 def answers(model, **changes):
     engine = ling3.Engine(model, None, **{**SETTINGS, **changes})
     outputs = [output.outputs[0] for output in engine.generate(PROMPTS, PARAMS)]
@@ -35,12 +50,12 @@ def answers(model, **changes):
 
 
 def knowing(found, wrong):
-    """Guesses that are right but for the last `wrong` of three."""
+    """Guesses that are right but for the last `wrong` of each three."""
     whole = [[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, found, strict=True)]
 
     def guess(tokens):
-        [after] = [each[len(tokens) :][:3] for each in whole if each[: len(tokens)] == tokens]
-        return [token if i < 3 - wrong else token + 1 for i, token in enumerate(after)]
+        [after] = [each[len(tokens) :] for each in whole if each[: len(tokens)] == tokens]
+        return [token if i % 4 < 3 - wrong or i % 4 == 3 else token + 1 for i, token in enumerate(after)]
 
     return guess
 
@@ -56,6 +71,7 @@ def bits_are_kept(model):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", exhaustively(LING3, but=["tiny"]))
 def test_ling3_keeps_its_bits_on_the_kernels(name, monkeypatch):
     monkeypatch.setattr(sampling, "MANY", 0)
@@ -64,6 +80,7 @@ def test_ling3_keeps_its_bits_on_the_kernels(name, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("always")
 def test_in_company(monkeypatch):
     """All kinds of requests, with few pages, so that some are preempted, and prefixes that they share."""
     monkeypatch.setattr(sampling, "MANY", 0)
@@ -92,32 +109,37 @@ def test_without_kdas_kernel_it_is_refused():
         ling3.Engine(open_ling3(), None, **SETTINGS, speculation="lookup")
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", exhaustively(CASES, but=["mistral"]))
 def test_transformers_keep_their_bits(name):
     bits_are_kept(open_transformer(name))
 
 
-def test_right_guesses_take_fewer_calls():
+@pytest.mark.usefixtures("always")
+def test_right_guesses_take_fewer_passes():
+    """20 tokens: four in each of five passes, of which one call of at most 16 tokens makes four."""
     expected, _ = answers(open_transformer("qwen3"))
     engine = ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, speculation=knowing(expected, 0))
     [output] = engine.generate(PROMPTS[:1], PARAMS[:1])
     assert (output.outputs[0].drafted_tokens, output.outputs[0].accepted_tokens) == (15, 15)
-    assert engine.stats().decode_calls == 5
+    assert engine.stats().decode_calls == 2
 
 
 def test_lookup_finds_the_last_place():
-    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4]) == [5, 6, 9, 1, 2, 3, 4]
-    assert lookup([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]) == [6, 1, 2, 3, 4]
-    assert lookup([1, 1, 1, 1, 1, 1]) == [1]
+    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4])[:9] == [5, 6, 9, 1, 2, 3, 4, 5, 6]
+    assert lookup([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4])[:6] == [6, 1, 2, 3, 4, 6]
+    assert set(lookup([1, 1, 1, 1, 1, 1])) == {1}
     for tokens in ([], [1], [1, 2, 3, 4], [2, 3, 4, 5, 1, 3, 4, 5]):
         assert not lookup(tokens)
     draw = np.random.default_rng(0)
     for _ in range(200):
         tokens = draw.integers(0, 3, size=int(draw.integers(5, 60))).tolist()
         places = [i for i in range(len(tokens) - 4) if tokens[i : i + 4] == tokens[-4:]]
-        assert list(lookup(tokens)) == (tokens[places[-1] + 4 :] if places else [])
+        again = [*tokens[places[-1] + 4 :]] if places else []
+        assert list(lookup(tokens)) == [again[i % len(again)] for i in range(256 if places else 0)]
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("guess", [lambda tokens: 1 / 0, lambda tokens: ["a"], lambda tokens: 7, lambda tokens: [1.5]])
 def test_a_bad_guess_ends_its_request_alone(guess):
     def only_second(tokens):
@@ -129,21 +151,42 @@ def test_a_bad_guess_ends_its_request_alone(guess):
     assert outputs[1].finish_reason == "error" and "speculation" in outputs[1].error
 
 
+@pytest.mark.usefixtures("always")
 def test_guesses_outside_the_vocabulary_are_wrong():
     expected, _ = answers(open_transformer("qwen3"))
     assert answers(open_transformer("qwen3"), speculation=lambda tokens: [10**12, -1, 3])[0] == expected
 
 
-def test_what_is_mostly_wrong_is_guessed_ever_less():
-    speculation, length, asked = Speculation(lambda tokens: [7, 7, 7], 3, 96), 10, []
-    for _ in range(300):
-        guesses = speculation.guesses([0] * length, 9)
-        if guesses:
-            speculation.learn(len(guesses), 0, length + 1)
-        asked.append(bool(guesses))
-        length += 1
-    assert all(asked[:3]) and sum(asked[100:]) <= 5
-    assert speculation.guesses([0] * (length + 100), 2) == (7, 7)
+CALLS = Shapes(4, 24, 16, 8, (32,), (8,), drafts=DraftShapes(sequences=2, each=3, tokens=16, mtp=False))
+
+
+def turns(right, count=300, running=1):
+    """For each turn, the right guesses of a pass that checked some; None where none were checked."""
+    speculator, found = Speculator(CALLS, alike=True), []
+    speculations = [Speculation(lambda _: [7] * 9, 3, 15, 96) for _ in range(running)]
+    for _ in range(count):
+        checked = False
+        if speculator.begin([]):
+            for each in speculations:
+                each.guess([0] * 50, 9)
+            speculator.choose(speculations)
+            checked = speculations[0].drafts is not None
+        for each in speculations if checked else ():
+            each.learn(1, 3, right, (0, ()))
+        found.append(right if checked else None)
+    return found
+
+
+def test_what_is_mostly_wrong_is_checked_ever_less():
+    assert turns(3) == [3] * 300
+    wrong = [turn is not None for turn in turns(0)]
+    assert all(wrong[:3]) and 1 <= sum(wrong[100:]) <= 8
+
+
+def test_what_cannot_pay_is_not_checked():
+    """Eight sequences take four calls of passes, each at least as long as the one call of a step."""
+    assert turns(3, running=4) == [3] * 300
+    assert turns(3, running=8) == [None] * 300
 
 
 def test_rows_are_shared_out():
@@ -154,5 +197,55 @@ def test_rows_are_shared_out():
 
 def test_what_is_no_speculation_is_refused():
     for value in ("mtp2", 3):
-        with pytest.raises(ValueError, match="expected None, 'lookup' or a function of the tokens so far"):
+        with pytest.raises(ValueError, match="expected None, 'lookup', 'mtp' or a function of the tokens so far"):
             EngineSettings(speculation=value)
+
+
+def predicting():
+    """A random model with a multi-token-prediction layer."""
+    return ling3.init(dataclasses.replace(TINY, num_nextn_predict_layers=1), key=jax.random.key(3), mtp=True)
+
+
+@eqx.filter_jit
+def by_whole_sequences(model, tokens, length):
+    """The layer's three guesses after the first `length` tokens, each from its hidden states of all tokens so far."""
+    span = Span.whole(1, tokens.shape[1] - 1)
+    hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), Span.whole(1, tokens.shape[1]))
+    hidden, found = hidden[:, :-1], []
+    for at in range(3):
+        y, _ = predicted(model, model.mtp[0], hidden, None, dataclasses.replace(span, tokens=tokens[:, 1:]))
+        newest = y[:, length + at - 2]
+        found.append(model.logits(newest[:, None])[0, 0].argmax().astype(jnp.int32))
+        tokens, hidden = tokens.at[:, length + at].set(found[-1]), hidden.at[:, length + at - 1].set(newest)
+    return jnp.stack(found)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("always")
+def test_the_models_own_layer_guesses(monkeypatch):
+    """Its guesses are those from whole sequences, whatever calls brought the tokens; the bits are those without."""
+    learned, learn = [], Speculation.learn
+
+    def noted(self, passes, drafted, accepted, following):
+        learned.append(following)
+        learn(self, passes, drafted, accepted, following)
+
+    monkeypatch.setattr(Speculation, "learn", noted)
+    monkeypatch.setattr(sampling, "MANY", 0)
+    with installed():
+        model = predicting()
+        expected, _ = answers(model)
+        got, outputs = answers(model, speculation="mtp", decode_steps=2)
+        assert got == expected
+        assert sum(own.drafted_tokens for own in outputs) > 40
+        whole = [[*prompt, *tokens, *[0] * 60][:60] for prompt, (tokens, _) in zip(PROMPTS, got, strict=True)]
+        for length, guesses in learned:
+            found = [
+                by_whole_sequences(model, jnp.asarray([each], jnp.int32), np.int32(length)).tolist() for each in whole
+            ]
+            assert guesses in [*found, [-1] * 3], "the last is at an answer's end"
+
+
+def test_without_the_layer_it_is_refused():
+    with pytest.raises(ValueError, match="speculation is 'mtp', and the model has no multi-token-prediction layer"):
+        ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, speculation="mtp")
