@@ -66,7 +66,7 @@ class Loop(Requests):
 
     def __init__(self, runner: Runner, settings: EngineSettings, *, alike: bool = False):
         super().__init__(runner, settings)
-        self.speculator = Speculator(runner.shapes, alike=alike)
+        self.speculator = Speculator(runner.shapes, overlap=settings.overlap, alike=alike)
 
     def turn(self) -> Iterator[Call]:
         """Runs one turn. Yields each call before it reads its results, so that the caller can wait for the device."""
@@ -262,13 +262,13 @@ class Loop(Requests):
         for i, sequence in enumerate(call.sequences):
             if sequence.completion is not None:  # it ended before this call, or when an earlier one was read
                 continue
-            count = len(sequence.token_ids)
+            self.counts.subtract(sequence.tally)
             try:
                 delta = call.take(results, i)
             except Exception as error:
                 sequence.decoder = None  # it may have raised, and `fail` would flush it
                 delta = sequence.fail(f"its tokens could not be read: {error!r}")
-            self.counts["output_tokens"] += len(sequence.token_ids) - count
+            self.counts.update(sequence.tally)
             self.settle(sequence, delta)
 
 
@@ -376,6 +376,8 @@ class Engine(Front):
         execution = Execution.default() if execution is None else execution
         settings, wire = changed(settings, changes), lockstep.wire_of(model)
         settings = settings if wire is None else lockstep.shared(settings, wire)
+        if settings.speculation is not None and programs is not None and "drafts" not in programs.parts:
+            raise ValueError("engine settings: speculation: the forward programs of this engine take no drafts")
         settings, shapes = settle(settings, model, execution)
         filters = checked(filters, model.config.vocab_size)
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
@@ -402,5 +404,5 @@ class Engine(Front):
         settings = changed(settings, changes)
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
-        model = checkpoint.load(path, dtype, revision=commit)
+        model = checkpoint.load(path, dtype, revision=commit, mtp=settings.speculation == "mtp")
         return cls(model, tokenizer, settings, execution=execution, filters=filters)

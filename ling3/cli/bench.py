@@ -40,8 +40,9 @@ class EngineOptions(EngineSettings):
     num_pages: WholeNumber = None
     decode_rows: WholeNumber = None
     token_paddings: Annotated[Sequence[int] | None, WIDTHS] = None
-    speculation: Literal["lookup"] | None = None
-    """Guess tokens from those before them, and check several in one pass; answers keep their bits."""
+    speculation: Literal["lookup", "mtp"] | None = None
+    """Guess tokens, and check several in one pass, which changes no answer: lookup guesses what followed the same
+    tokens before, mtp asks the checkpoint's multi-token-prediction layer."""
 
     def __post_init__(self) -> None:
         """Leaves the check to `settings`, so that errors come from the command and not from its parser."""
@@ -217,7 +218,7 @@ def _source(command: Bench) -> ModelSource:
     common, path = command.common, pathlib.Path(command.model)
     if path.suffix == ".json" and path.is_file():
         common = dataclasses.replace(common, random_weights=True)
-    return common.source(command.model, command.devices)
+    return common.source(command.model, command.devices, command.engine.speculation)
 
 
 def _count(command: Bench) -> int:

@@ -12,7 +12,7 @@ from ling3.cli import interruption
 from ling3.cli.conversation import Conversation, Unanswered, settings_line, with_settings
 from ling3.cli.devices import Machines
 from ling3.cli.loading import Loading
-from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, chat_ids
+from ling3.cli.options import Command, Guessing, Sampling, TextOption, Thinking, WholeNumber, chat_ids
 from ling3.cli.terminal import compiling, show
 
 # ruff: noqa: PLC0415
@@ -52,6 +52,7 @@ class Chat(Command):
     seed: WholeNumber = None
     """The same seed samples the same answers; without it, each answer is random."""
     sampling: Sampling
+    guessing: Guessing
 
 
 def run(command: Chat) -> None:
@@ -61,7 +62,7 @@ def run(command: Chat) -> None:
 
     most = CONTEXT if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed)
-    source = command.common.source(command.model, command.devices)
+    source = command.common.source(command.model, command.devices, command.guessing.speculation)
     tokenizer = source.tokenizer()
     chat_ids(tokenizer, [{"role": "user", "content": ""}], command.thinking)  # raises now if there is no template
     model = source.load(tokenizer)
@@ -76,8 +77,9 @@ def run(command: Chat) -> None:
             max_running_requests=command.devices.slots(1),
             max_model_len=context,
             token_paddings=(128, 512),
-            decode_rows=2,
+            decode_rows=max(2, command.guessing.rows),
             decode_steps=4,
+            **dataclasses.asdict(command.guessing),
         ),
     )
     if command.max_tokens is None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from ling3.cli.devices import Machines
 from ling3.cli.files import check_directory, read_text
 from ling3.cli.loading import Loading
-from ling3.cli.options import Command, FileOption, NamesOption, Sampling, Thinking, WholeNumber
+from ling3.cli.options import Command, FileOption, Guessing, NamesOption, Sampling, Thinking, WholeNumber
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import print_json
 
@@ -48,6 +48,7 @@ class Asking(Command):
     seed: int = 0
     """At a temperature above 0, question i samples with seed + i."""
     sampling: Sampling
+    guessing: Guessing
     chat: bool = False
     """Put each prompt into the checkpoint's chat template, as a user message."""
     thinking: Thinking = "auto"
@@ -171,10 +172,11 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
     _check(command)
     stop = (*command.sampling.stop, *(() if command.questions is None else STOP))
     params = command.sampling.params(max_tokens=command.max_tokens, seed=command.seed, stop=stop)
-    settings = dataclasses.replace(PROTOCOL, max_running_requests=command.max_running_requests, overlap=command.overlap)
+    own = {"max_running_requests": command.max_running_requests, "overlap": command.overlap}
+    settings = dataclasses.replace(PROTOCOL, **own, **dataclasses.asdict(command.guessing))
     questions = _questions(command, parse, build)
     check_seeds(command.seed, len(questions[: command.limit]))
-    source = command.common.source(command.model, command.devices)
+    source = command.common.source(command.model, command.devices, command.guessing.speculation)
     tokenizer = source.tokenizer()
     asked = prepare(tokenizer, questions, command.thinking if command.chat else None)
     console = Console(stderr=True, highlight=False)

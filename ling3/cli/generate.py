@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ling3.cli.devices import Machines
 from ling3.cli.files import prompt_from_stdin
-from ling3.cli.options import Command, Sampling, TextOption, Thinking, WholeNumber, hint_at_chat, prompt_ids
+from ling3.cli.options import Command, Guessing, Sampling, TextOption, Thinking, WholeNumber, hint_at_chat, prompt_ids
 from ling3.cli.serving import Serving
 from ling3.cli.terminal import compiling, print_json, show
 
@@ -53,6 +53,7 @@ class Generate(Command):
     seed: int = 0
     """Prompt i samples with seed + i."""
     sampling: Sampling
+    guessing: Guessing
     json: bool = False
     """Print one JSON object per prompt, as each is done, instead of the text."""
     logprobs: WholeNumber = None
@@ -88,7 +89,7 @@ def run(command: Generate) -> None:
     most = MAX_TOKENS if command.max_tokens is None else command.max_tokens
     params = command.sampling.params(max_tokens=most, seed=command.seed, logprobs=command.logprobs)
     prompts = command.prompt or (prompt_from_stdin(),)
-    source = command.common.source(command.model, command.devices)
+    source = command.common.source(command.model, command.devices, command.guessing.speculation)
     tokenizer = source.tokenizer_if_any() if command.common.random_weights else source.tokenizer()
     names = [f"prompt {i + 1}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
     template = {name: getattr(command, name) for name in ("chat", "system", "thinking")}
@@ -106,7 +107,8 @@ def run(command: Generate) -> None:
 
     console = Console(stderr=True, highlight=False)
     hint_at_chat(tokenizer, command.chat, console)
-    settings = _settings(command.devices.slots(min(len(rows), MOST_SLOTS)), longest, params.max_tokens)
+    slots = command.devices.slots(min(len(rows), MOST_SLOTS))
+    settings = _settings(slots, longest, params.max_tokens, command.guessing)
     own = [dataclasses.replace(params, seed=command.seed + i) for i in range(len(rows))]
     with command.common.serve(source, tokenizer, settings, console) as served:
         server, current = served.server, 0
@@ -124,17 +126,19 @@ def run(command: Generate) -> None:
         raise FloatingPointError("; ".join(broken))
 
 
-def _settings(prompts: int, longest: int, max_tokens: int) -> "EngineSettings":
+def _settings(prompts: int, longest: int, max_tokens: int, guessing: Guessing) -> "EngineSettings":
     """Settings for an engine just large enough for this many prompts at once."""
     from ling3.engine.settings import EngineSettings
 
+    rows = prompts * guessing.rows
     width = next(width for width in WIDTHS if width >= min(longest, WIDTHS[-1]))
     return EngineSettings(
         max_running_requests=prompts,
         chunked_prefill_size=width,
         token_paddings=(width,),
         max_model_len=longest + max_tokens,
-        decode_rows=max(FEWEST_ROWS, prompts) if prompts < MOST_ROWS else None,
+        decode_rows=max(FEWEST_ROWS, rows) if rows < MOST_ROWS else None,
+        **dataclasses.asdict(guessing),
     )
 
 

@@ -36,8 +36,11 @@ class Loading(Common):
     weights_seed: WholeNumber = None
     """With --random-weights: their seed; by default 0."""
 
-    def source(self, model: str, devices: "Devices | None" = None) -> "ModelSource":
-        """Where MODEL and its tokenizer come from. A hub branch is resolved to a commit at once."""
+    def source(self, model: str, devices: "Devices | None" = None, speculation: object = None) -> "ModelSource":
+        """Where MODEL and its tokenizer come from. A hub branch is resolved to a commit at once.
+
+        With the `speculation` "mtp" the model keeps its multi-token-prediction layers.
+        """
         from ling3.checkpoint import hub
 
         path, seed = model, None
@@ -49,7 +52,7 @@ class Loading(Common):
             path = str(file.parent) if _is_config(file) else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
-        return ModelSource(model, path, hub.pin(path, self.revision), self.dtype, seed, devices)
+        return ModelSource(model, path, hub.pin(path, self.revision), self.dtype, seed, devices, speculation == "mtp")
 
 
 def _is_config(path: pathlib.Path) -> bool:
@@ -78,6 +81,8 @@ class ModelSource:
     """The seed of random weights; None for the checkpoint's weights."""
     devices: Devices | None = None
     """How the model is sharded; None for one device."""
+    mtp: bool = False
+    """True keeps the checkpoint's multi-token-prediction layers."""
 
     def config(self) -> Any:
         """Reads the model's configuration, without its weights."""
@@ -117,7 +122,8 @@ class ModelSource:
         if mesh is None and self.devices is not None:
             mesh, rules = self.devices.mesh() or (None, None)
         if self.seed is None:
-            model = checkpoint.load(self.path, dtype, revision=self.revision, mesh=mesh, rules=rules)
+            how = {"mesh": mesh, "rules": rules, "mtp": self.mtp}
+            model = checkpoint.load(self.path, dtype, revision=self.revision, **how)
         else:
             model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype, mesh, rules)
         if tokenizer is not None:
@@ -142,7 +148,7 @@ class ModelSource:
                 f"{dtype} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free: give a smaller "
                 "config.json, or a narrower --dtype"
             )
-        return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules)
+        return init(config, key=jax.random.key(seed), dtype=dtype, mesh=mesh, rules=rules, mtp=self.mtp)
 
     def follow(self, before: "Callable[[CausalLM], Any] | None" = None) -> None:
         """Runs the engine in a process that is not the first; `before` is called with the model first."""

@@ -112,6 +112,22 @@ class Sampling(_common()):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Guessing:
+    """How tokens are guessed ahead, which is faster where the guesses are right, and changes no answer."""
+
+    speculation: Literal["lookup", "mtp"] | None = None
+    """Guess tokens, and check several in one pass: lookup guesses what followed the same tokens before, mtp asks the
+    checkpoint's multi-token-prediction layer."""
+    draft_tokens: int = 3
+    """The most guesses in a pass."""
+
+    @property
+    def rows(self) -> int:
+        """The rows of a decode call for each sequence."""
+        return 1 if self.speculation is None else self.draft_tokens + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
     """The options common to all commands."""
 

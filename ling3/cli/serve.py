@@ -75,7 +75,7 @@ def run(command: Serve) -> None:
     # Requests for which slots are free also wait in the queue, until the next turn.
     most = command.engine.max_queue + command.engine.max_running_requests
     settings = dataclasses.replace(command.engine.settings(), max_queue=most)
-    source = command.common.source(command.model, command.devices)
+    source = command.common.source(command.model, command.devices, settings.speculation)
     tokenizer = source.tokenizer()
     model = source.load(tokenizer)
     console = Console(stderr=True, highlight=False)

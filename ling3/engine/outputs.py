@@ -169,6 +169,10 @@ class Stats:
     cached_tokens: int
     """Prompt tokens that were not computed, because known prefixes or snapshots have them."""
     output_tokens: int
+    drafted_tokens: int
+    """Tokens that speculation guessed."""
+    accepted_tokens: int
+    """Those of them that were right, and are output tokens."""
     preemptions: int
     steps: int
     """Turns of the loop."""

@@ -228,6 +228,13 @@ class TokenSequence:
         """The number of tokens that it may still get after those of calls in flight."""
         return self.params.max_tokens - len(self.token_ids) - self.ahead
 
+    @property
+    def tally(self) -> dict[str, int]:
+        """Its output tokens, and how many were guessed, and rightly."""
+        guesses = self.speculation
+        drafted, accepted = (0, 0) if guesses is None else (guesses.drafted, guesses.accepted)
+        return {"output_tokens": len(self.token_ids), "drafted_tokens": drafted, "accepted_tokens": accepted}
+
     def resume(self, snapshot: Snapshot) -> None:
         """Makes the sequence continue from a snapshot, with whose tokens its prompt begins."""
         self.memory.saved, self.memory.first_page = snapshot, snapshot.first_page
@@ -308,8 +315,8 @@ class TokenSequence:
             self.times.until_now(len(self.token_ids)),
             self.cached,
             captured=captured,
-            drafted_tokens=0 if self.speculation is None else self.speculation.drafted,
-            accepted_tokens=0 if self.speculation is None else self.speculation.accepted,
+            drafted_tokens=self.tally["drafted_tokens"],
+            accepted_tokens=self.tally["accepted_tokens"],
         )
         self.memory.saved = self.constraint = None
         self._text, self.seen = [], []

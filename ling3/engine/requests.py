@@ -202,8 +202,8 @@ class Requests:
     def stats(self) -> Stats:
         """The engine's counts at the time of the call."""
         scheduler = self.scheduler
-        counts = ("submitted", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
-        turns = ("steps", "prefill_calls", "decode_calls")
+        counts = ("submitted", "prompt_tokens", "cached_tokens", "output_tokens", "drafted_tokens", "accepted_tokens")
+        turns = ("preemptions", "steps", "prefill_calls", "decode_calls")
         return Stats(
             waiting=scheduler.waiting,
             running=len(scheduler.running),

@@ -30,8 +30,8 @@ class Speculator:
     must decide `alike`, read no clock: they take a pass to last `PASS` steps.
     """
 
-    def __init__(self, shapes: Shapes, *, alike: bool = False):
-        self.sizes, self.groups, self.timed = shapes.drafts, shapes.groups, not alike
+    def __init__(self, shapes: Shapes, *, overlap: bool = True, alike: bool = False):
+        self.sizes, self.groups, self.overlap, self.timed = shapes.drafts, shapes.groups, overlap, not alike
         self._times: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=MEASURED))
         self._failed = self._rest = 0
         self._rested = False  # for as long as it gets
@@ -77,7 +77,7 @@ class Speculator:
         if isinstance(call, Passed):
             counts = [int(max(call.results.passes))] if not later else []
         else:  # read while the next one runs
-            counts = [max(call.ahead)] if later else []
+            counts = [max(call.ahead)] if later or not self.overlap else []
         for count in filter(None, counts):
             taken = (time.perf_counter() - self._begin) / count
             self._times[isinstance(call, Passed), len(call.sequences)].append(taken)

@@ -45,6 +45,8 @@ SCHEDULE = (
     "prefix_cache",
     "snapshot_fraction",
     "overlap",
+    "speculation",
+    "draft_tokens",
 )
 
 ChatMode = Literal["auto", "on", "off"]

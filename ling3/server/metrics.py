@@ -35,6 +35,8 @@ COUNTERS = {
     ),
     "generation_tokens": ("Generated tokens.", lambda stats: stats.output_tokens),
     "num_preemptions": ("How often a completion had to make room for an older one.", lambda stats: stats.preemptions),
+    "spec_decode_num_draft_tokens": ("Tokens that speculation guessed.", lambda stats: stats.drafted_tokens),
+    "spec_decode_num_accepted_tokens": ("Those of them that were right.", lambda stats: stats.accepted_tokens),
     "prefix_cache_hits": ("Tokens of prompts found among known prefixes.", lambda stats: stats.cached_tokens),
 }
 
