@@ -32,6 +32,7 @@ class Execution:
     short_conv: conv.ShortConvolution = conv.short_conv
     kda_step: kda.KDAStep = kda.kda_step
     kda_in_turn: kda.KDAInTurn = kda.in_turn
+    kda_look: kda.KDALook = kda.in_turn
     chunk_kda: kda.ChunkKDA = kda.chunk_kda
     block_attention: attention.BlockAttention = attention.block_attention
     paged_attention: attention.PagedAttention = attention.paged_attention
@@ -95,6 +96,7 @@ CPU = dataclasses.replace(
     short_conv=cpu.conv.short_conv,
     kda_step=cpu.kda.kda_step,
     kda_in_turn=cpu.kda.in_turn,
+    kda_look=cpu.kda.look,
     chunk_kda=cpu.kda.chunk_kda,
     paged_attention=cpu.attention.paged_attention,
     latent_attention=cpu.attention.latent_attention,

@@ -201,7 +201,7 @@ class Runner:
                 masks = np.zeros((rows * self.shapes.groups, words(self.model.config.vocab_size)), np.uint32)
                 inputs = self._empty_batch(rows, DECODE_STEPS, masks=masks)
                 yield f"masked decode of {rows}", decode, inputs, self.execution
-        if (drafts := self.shapes.drafts) is not None and not first_token:
+        if (drafts := self.shapes.drafts) is not None:
             shape = (drafts.sequences * self.shapes.groups, drafts.tokens - 1)
             empty = Drafts(np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32), drafts.each, drafts.mtp)
             inputs = self._empty_batch(drafts.sequences, 0, drafts=empty)

@@ -87,6 +87,9 @@ class EngineSettings:
         if not (self.speculation in (None, "lookup", "mtp") or callable(self.speculation)):
             wanted = "None, 'lookup', 'mtp' or a function of the tokens so far that returns guesses"
             problems.append(("speculation", f"speculation is {shown(self.speculation)}, expected {wanted}"))
+        if self.speculation is not None and not self.batch_invariant:
+            wanted = "expected True with speculation, whose guesses are rows beside the sequence's own"
+            problems.append(("batch_invariant", f"batch_invariant is {shown(self.batch_invariant)}, {wanted}"))
         problems += [("token_paddings", problem) for problem in self._padding_problems()]
         if problems:
             raise ParameterError.of("engine settings", problems)

@@ -194,7 +194,7 @@ class KDA(eqx.Module):
         if span.rows_each > 1:
             of = span.by_sequence
             tokens = of(q), of(k), of(v), of(g), of(beta)
-            o, _ = execution.kda_in_turn(*tokens, state.recurrent)
+            o = execution.kda_look(*tokens, state.recurrent)
             o = o.reshape(-1, 1, *o.shape[2:])
             own = span.by_sequence(jnp.concatenate(inputs, axis=-1))
             after = DraftedKDA(

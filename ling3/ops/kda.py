@@ -60,6 +60,24 @@ class KDAInTurn(Protocol):
 
 
 @runtime_checkable
+class KDALook(Protocol):
+    """The outputs of a few tokens that may not be kept, with the bits of as many steps."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch seq heads key"],
+        k: Float[Array, "batch seq heads key"],
+        v: Float[Array, "batch seq heads value"],
+        g: Float[Array, "batch seq heads key"],
+        beta: Float[Array, "batch seq heads"],
+        state: Float[Array, "batch heads key value"],
+        /,
+    ) -> Float[Array, "batch seq heads value"]:
+        """The outputs o. Raises ValueError where the bits might differ, and why."""
+        ...
+
+
+@runtime_checkable
 class ChunkKDA(Protocol):
     """Several tokens of the recurrence, as in prefill."""
 

@@ -116,8 +116,8 @@ void advance(const std::vector<Token>& tokens, float* columns, int64_t stride, i
   if (waits) pass<true, false>(columns, stride, keys, last, tokens[0], none);
 }
 
-// All tokens of a head of a row. `room` has 3 · key numbers for each of RUN tokens, or of all, and WIDTH · key.
-void head(const Head& at, float* state, const Sizes& sizes, float* room) {
+// All tokens of a head of a row; the state is written if it `keeps` them, which at most RUN tokens need not. `room` has 3 · key numbers for each of RUN tokens, or of all, and WIDTH · key.
+void head(const Head& at, float* state, const Sizes& sizes, bool keeps, float* room) {
   std::vector<Token> tokens;
   for (int64_t start = 0; start < sizes.seq; start += RUN) {
     tokens.clear();
@@ -140,7 +140,7 @@ void head(const Head& at, float* state, const Sizes& sizes, float* room) {
     const bool changes = std::any_of(tokens.begin(), tokens.end(), [](const Token& token) { return token.changes; });
     for (int64_t first = 0; first < sizes.value; first += WIDTH) {
       const int64_t width = std::min<int64_t>(WIDTH, sizes.value - first);
-      if (!reads || (tokens.size() == 1 && width == WIDTH)) {
+      if (!reads || (keeps && tokens.size() == 1 && width == WIDTH)) {
         advance(tokens, state + first, sizes.value, sizes.key, first, width);
         continue;
       }
@@ -149,21 +149,20 @@ void head(const Head& at, float* state, const Sizes& sizes, float* room) {
         std::copy_n(state + j * sizes.value + first, width, free + j * WIDTH);
       }
       advance(tokens, free, WIDTH, sizes.key, first, width);
-      for (int64_t j = 0; changes && j < sizes.key; j++) {
+      for (int64_t j = 0; keeps && changes && j < sizes.key; j++) {
         std::copy_n(free + j * WIDTH, width, state + j * sizes.value + first);
       }
     }
   }
 }
 
-ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-               ffi::Buffer<ffi::F32> g, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> state,
-               ffi::ResultBuffer<ffi::F32> o, ffi::ResultBuffer<ffi::F32> after) {
-  const int64_t batch = state.dimensions()[0];
-  const Sizes sizes{q.dimensions()[1], state.dimensions()[1], state.dimensions()[2], state.dimensions()[3]};
-  const int64_t numbers = sizes.key * sizes.value;
-  float* states = after->typed_data();
-  if (states != state.typed_data()) std::copy_n(state.typed_data(), batch * sizes.heads * numbers, states);
+using F32 = ffi::Buffer<ffi::F32>;
+using Out = ffi::ResultBuffer<ffi::F32>;
+
+// All heads of all rows, with their states where they lie.
+void run(ffi::ThreadPool& pool, const F32& q, const F32& k, const F32& v, const F32& g, const F32& beta,
+         const Sizes& sizes, float* states, bool keeps, Out& o) {
+  const int64_t batch = q.dimensions()[0], numbers = sizes.key * sizes.value;
   each(pool, batch * sizes.heads, [&](int64_t i) {
     const int64_t row = i / sizes.heads, first = row * sizes.seq * sizes.heads + i % sizes.heads;
     const Head at{q.typed_data() + first * sizes.key,   k.typed_data() + first * sizes.key,
@@ -171,14 +170,29 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F
                   beta.typed_data() + first,            o->typed_data() + first * sizes.value};
     const int64_t run = std::min(RUN, sizes.seq);
     const std::unique_ptr<float[]> room(new float[sizes.key * (3 * run + WIDTH)]);
-    head(at, states + i * numbers, sizes, room.get());
+    head(at, states + i * numbers, sizes, keeps, room.get());
   });
+}
+
+Sizes sizes_of(const F32& q, const F32& state) {
+  return {q.dimensions()[1], state.dimensions()[1], state.dimensions()[2], state.dimensions()[3]};
+}
+
+ffi::Error Run(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 state, Out o, Out after) {
+  float* states = after->typed_data();
+  if (states != state.typed_data()) std::copy_n(state.typed_data(), state.element_count(), states);
+  run(pool, q, k, v, g, beta, sizes_of(q, state), states, true, o);
+  return ffi::Error::Success();
+}
+
+ffi::Error Look(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 state, Out o) {
+  const Sizes sizes = sizes_of(q, state);
+  if (sizes.seq > RUN) return ffi::Error::InvalidArgument("more tokens than a look takes");
+  run(pool, q, k, v, g, beta, sizes, state.typed_data(), false, o);
   return ffi::Error::Success();
 }
 
 }  // namespace
-
-using F32 = ffi::Buffer<ffi::F32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_run, Run,
                               ffi::Ffi::Bind()
@@ -191,3 +205,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_run, Run,
                                   .Arg<F32>()   // state
                                   .Ret<F32>()   // o
                                   .Ret<F32>()); // state
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_look, Look,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()   // q
+                                  .Arg<F32>()   // k
+                                  .Arg<F32>()   // v
+                                  .Arg<F32>()   // g
+                                  .Arg<F32>()   // beta
+                                  .Arg<F32>()   // state
+                                  .Ret<F32>()); // o

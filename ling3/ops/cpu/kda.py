@@ -85,9 +85,27 @@ def in_turn(
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """Computes `kda.KDAInTurn` with the C++ kernel. Raises ValueError if that does not run, and why."""
+    _check(state)
+    return _run((("lower_bound", None),), q, k, v, g, beta, state)
+
+
+def look(
+    q: Float[Array, "batch seq heads key"],
+    k: Float[Array, "batch seq heads key"],
+    v: Float[Array, "batch seq heads value"],
+    g: Float[Array, "batch seq heads key"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads key value"],
+) -> Float[Array, "batch seq heads value"]:
+    """Computes `kda.KDALook` with the C++ kernel, which writes no state: copies of some columns stay in the cache."""
+    _check(state)
+    call = jax.ffi.ffi_call(native.target(SOURCE, "kda_look"), jax.ShapeDtypeStruct(v.shape, jnp.float32))
+    return call(q, k, v, g, beta, state)
+
+
+def _check(state: Float[Array, "batch heads key value"]) -> None:
     if (why := unsuited(state)) is not None:
         raise ValueError(f"KDA keeps the bits of single steps only in its C++ kernel, which does not run: {why}")
-    return _run((("lower_bound", None),), q, k, v, g, beta, state)
 
 
 def kda_step(
