@@ -19,6 +19,7 @@ The device's side is in `engine/forward.py` (the two programs) and `engine/runne
 in `engine/scheduler.py`, a sequence and its text in `engine/request.py`, threads and asyncio in `engine/front.py`.
 """
 
+import functools
 import itertools
 import os
 from collections import Counter
@@ -229,7 +230,8 @@ class Loop(Requests):
             if checked is None:
                 batch, kind = step_batch(where, rows, plans), Decoded
             else:
-                batch, kind = pass_batch(where, rows, plans, checked, steps), Passed
+                depths = [0 if plan.drafts is None else plan.depth for plan in plans]
+                batch, kind = pass_batch(where, rows, plans, checked, steps), functools.partial(Passed, depths=depths)
             results: Any = self.runner.decode(batch, rows, some)
             self.counts["decode_calls"] += 1
             for sequence, plan in zip(some, plans, strict=True):
@@ -317,14 +319,13 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> B
 
 def pass_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], sizes: DraftShapes, most: int) -> Batch:
     """The input of `decode` with drafts: each row's tokens at most, and its drafts, for at most `most` passes."""
-    lengths, passes = np.zeros(len(where.table), np.int32), np.zeros(len(where.table), np.int32)
+    lengths, passes, depth = np.zeros((3, len(where.table)), np.int32)
     tokens = np.full((len(lengths), sizes.tokens - 1), -1, np.int32)
     for row, plan in zip(rows, plans, strict=True):
-        lengths[row], passes[row] = plan.count, most
+        lengths[row], passes[row], depth[row] = plan.count, most, plan.depth
         tokens[row, : len(plan.drafts or ())] = plan.drafts or ()
-    return Batch(
-        where, np.zeros((len(lengths), 0), np.int32), lengths, drafts=Drafts(tokens, passes, sizes.each, sizes.mtp)
-    )
+    drafts = Drafts(tokens, passes, depth, sizes.each, sizes.mtp)
+    return Batch(where, np.zeros((len(lengths), 0), np.int32), lengths, drafts=drafts)
 
 
 class Engine(Front):

@@ -75,12 +75,15 @@ class Passed:
     sequences: Sequence[TokenSequence]
     rows: Sequence[int]
     ahead: Sequence[int]
+    depths: Sequence[int]
+    """The most guesses of each sequence in a pass."""
 
     def on_host(self) -> Verified:
         """Waits for the device and returns the tokens of all rows, and what came of their drafts."""
         choice = _on_host(self.results.choice, any(sequence.params.logprobs for sequence in self.sequences))
         found = self.results
-        return Verified(choice, np.asarray(found.passes), np.asarray(found.drafted), np.asarray(found.following))
+        counts = (np.asarray(x) for x in (found.passes, found.drafted, found.rejected, found.following))
+        return Verified(choice, *counts)
 
     def take(self, found: Verified, i: int) -> Delta | None:
         """Adds sequence i's results, given those of `on_host`; returns its delta, or None if nothing is new."""
@@ -88,7 +91,7 @@ class Passed:
         assert sequence.speculation is not None, "whose drafts the call checked"
         given, passes = int((found.choice.token[row] != -1).sum()), int(found.passes[row])
         following = (len(sequence.prompt) + len(sequence.token_ids) + given, found.following[row].tolist())
-        sequence.speculation.learn(passes, int(found.drafted[row]), given - passes, following)
+        sequence.speculation.learn(int(found.drafted[row]), given - passes, int(found.rejected[row]), following)
         return _taken(sequence, found.choice, row)
 
 

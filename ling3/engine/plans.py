@@ -25,6 +25,8 @@ class StepPlan:
     """The tokens that may follow the forced ones, as in `masks.py`; None allows any."""
     drafts: Sequence[int] | None = None
     """Guesses of the tokens, for passes that check several at once; None for plain steps."""
+    depth: int = 0
+    """The most guesses that a pass checks."""
 
 
 def common_steps(plans: Sequence[StepPlan], idle: int) -> int:

@@ -251,7 +251,10 @@ class TokenSequence:
     def plan(self, most: int) -> StepPlan:
         """The sequence's plan of a decode call of `most` steps, or of that many tokens if it has drafts."""
         most = min(most, self.left, 1 if self.stepwise else most)
-        return StepPlan(most, drafts=self.drafts) if self.constraint is None else self.constraint.plan(most)
+        if self.constraint is not None:
+            return self.constraint.plan(most)
+        guesses = self.speculation
+        return StepPlan(most) if guesses is None else StepPlan(most, drafts=guesses.drafts, depth=guesses.depth)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
         """Adds tokens up to the sequence's end; returns the delta, or None if nothing is new.

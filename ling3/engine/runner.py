@@ -203,7 +203,8 @@ class Runner:
                 yield f"masked decode of {rows}", decode, inputs, self.execution
         if (drafts := self.shapes.drafts) is not None:
             shape = (drafts.sequences * self.shapes.groups, drafts.tokens - 1)
-            empty = Drafts(np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32), drafts.each, drafts.mtp)
+            none = np.zeros(shape[0], np.int32)
+            empty = Drafts(np.full(shape, -1, np.int32), none, none, drafts.each, drafts.mtp)
             inputs = self._empty_batch(drafts.sequences, 0, drafts=empty)
             yield f"decode of {drafts.sequences} with drafts", decode, inputs, self.execution
         for width in reversed(self.shapes.buckets):

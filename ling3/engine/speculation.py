@@ -23,7 +23,9 @@ LEAST = 4
 CONTINUED = 256
 """The number of tokens that `lookup` guesses."""
 MEMORY = 0.7
-"""The weight of the passes before in the running mean of right guesses."""
+"""The weight of earlier calls where a sequence's right and wrong guesses are counted."""
+PRIOR = 2.0, 0.5
+"""Right and wrong guesses with which each sequence begins."""
 Draft = Callable[[Sequence[int]], Sequence[int]]
 """Guesses the tokens that follow some tokens, as many as it likes; none if it has no guess."""
 
@@ -47,14 +49,11 @@ class Speculation:
 
     def __init__(self, draft: Draft | Literal["lookup", "mtp"], each: int, most: int, vocab: int):
         self.draft = {"lookup": lookup, "mtp": self._predicted}.get(draft, draft) if isinstance(draft, str) else draft
-        self.always, self.most, self.vocab = draft == "mtp", most, vocab
+        self.always, self.most, self.vocab, self.depth = draft == "mtp", most, vocab, each
         self.drafts: Sequence[int] | None = None
         """The guesses for the next call; None: it makes plain steps."""
         self.drafted = self.accepted = 0
-        self.each = each
-        """The most guesses in a pass."""
-        self.mean = float(each)
-        """The right guesses in a pass, in the running mean; at first the most."""
+        self._right, self._wrong = PRIOR
         self._following: tuple[int, Sequence[int]] = (0, ())
 
     def guess(self, tokens: Sequence[int], most: int) -> None:
@@ -66,13 +65,21 @@ class Speculation:
         guesses = tuple(itertools.takewhile(lambda token: 0 <= token < self.vocab, found))
         self.drafts = guesses if guesses or self.always else None
 
-    def learn(self, passes: int, drafted: int, accepted: int, following: tuple[int, Sequence[int]]) -> None:
-        """Notes a call's passes and guesses; `following` are a number of tokens, and the model's guesses after them."""
+    def learn(self, drafted: int, accepted: int, rejected: int, following: tuple[int, Sequence[int]]) -> None:
+        """Notes a call's guesses, the right ones, and in how many passes one was wrong.
+
+        `following` are the sequence's number of tokens, and the model's guesses of those after them.
+        """
         self.drafted += drafted
         self.accepted += accepted
         self._following, self.drafts = following, None
-        for _ in range(min(passes, 16) if drafted else 0):
-            self.mean = MEMORY * self.mean + (1 - MEMORY) * accepted / passes
+        if drafted:
+            self._right, self._wrong = MEMORY * self._right + accepted, MEMORY * self._wrong + rejected
+
+    @property
+    def chance(self) -> float:
+        """How likely a guess is right, if those before it are."""
+        return self._right / (self._right + self._wrong)
 
     def _predicted(self, tokens: Sequence[int]) -> Sequence[int]:
         """The guesses of the model's own layer, which the last call left."""

@@ -1,17 +1,19 @@
-"""When guessing pays: in which turns of a loop its sequences guess, and whether their guesses are checked."""
+"""When guessing pays: in which turns of a loop its sequences guess, and how many guesses of each a pass checks."""
 
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from ling3.engine.calls import Call, Extended, Passed
 from ling3.engine.request import TokenSequence
 from ling3.engine.shapes import Shapes
 from ling3.engine.speculation import Speculation
 
-PASS = 1.5
-"""The time of a pass in steps, while it is not measured."""
+ROW = 0.2
+"""The time that a row adds to a step, in steps, while it is not measured."""
 MEASURED = 5
 """Times of which the median is taken."""
 TRIED = 3
@@ -19,20 +21,23 @@ TRIED = 3
 LONGEST_REST = 32
 """The most turns of a rest."""
 
+Times = Mapping[int, deque[float]]
+"""The latest times in seconds, for each number of rows with a token."""
+
 
 class Speculator:
     """Decides for all sequences of a loop.
 
     To guess, the host needs all tokens so far, and the device waits meanwhile. If no guess was worth checking in some
     turns, sequences guess only in every second turn, then in every fourth, and so on. Whether a guess is worth it
-    follows from each sequence's right guesses so far, and from the measured times of passes and of plain steps; after
-    the longest rest they are tried if they would be worth it with all of them right. Loops in several processes, which
-    must decide `alike`, read no clock: they take a pass to last `PASS` steps.
+    follows from how likely each sequence's guesses are right, and from the measured times of passes and of plain steps:
+    a pass takes longer the more rows it has. After the longest rest guesses are tried if they would be worth it with
+    all of them right. Loops in several processes, which must decide `alike`, read no clock.
     """
 
     def __init__(self, shapes: Shapes, *, overlap: bool = True, alike: bool = False):
         self.sizes, self.groups, self.overlap, self.timed = shapes.drafts, shapes.groups, overlap, not alike
-        self._times: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=MEASURED))
+        self._steps, self._passes = (defaultdict(lambda: deque(maxlen=MEASURED)) for _ in range(2))
         self._failed = self._rest = 0
         self._rested = False  # for as long as it gets
         self._begin = 0.0
@@ -49,40 +54,62 @@ class Speculator:
         return True
 
     def choose(self, speculations: Sequence[Speculation]) -> None:
-        """Takes the guesses of all sequences away if checking them is not worth it."""
+        """Sets how many guesses of each sequence a pass checks; takes the guesses away if none is worth it."""
         if not speculations:  # they wait for their tokens, and guess in the next turn
             return
         guessed = [each for each in speculations if each.drafts is not None]
-        pays = bool(guessed) and self.pays(len(speculations), [each.mean for each in guessed])
-        tries = self._rested and self.pays(len(speculations), [each.each for each in guessed])
-        self._failed = 0 if pays else self._failed + 1
+        depth = self.depth(len(speculations), [each.chance for each in guessed])
+        self._failed = 0 if depth else self._failed + 1
         self._rest = min(2 ** (self._failed - TRIED), LONGEST_REST) if self._failed >= TRIED else 0
-        for each in speculations if not (pays or tries) else ():
-            each.drafts = None
+        if self._rested and not depth:
+            depth = self.depth(len(speculations), [1.0] * len(guessed))
+        for each in speculations:
+            each.depth, each.drafts = depth, each.drafts if depth else None
 
-    def pays(self, count: int, means: Sequence[float]) -> bool:
-        """True if passes give `count` sequences more tokens a second than steps; `means` are of those with guesses."""
+    def depth(self, count: int, chances: Sequence[float]) -> int:
+        """The number of guesses in a pass with which `count` sequences get the most tokens a second; 0 for plain steps.
+
+        `chances` are of those with guesses. A pass that checks d guesses gives 1 + p + … + p^d tokens, on average.
+        """
         assert self.sizes is not None, "asked where sequences speculate"
-        rows = self.sizes.sequences * self.groups
-        sizes = [min(rows, count - start) for start in range(0, count, rows)]
-        step, passes = self._time(False, count), [self._time(True, size) for size in sizes]
-        known = [each for each in passes if each is not None]
-        steps = PASS * len(sizes) if step is None or len(known) < len(sizes) else sum(known) / step
-        return count + sum(means) > count * steps
+        calls = -(-count // (self.sizes.sequences * self.groups))
+
+        def speed(depth: int) -> float:
+            tokens = count - len(chances) + sum(sum(p**i for i in range(depth + 1)) for p in chances)
+            rows = (count + depth * len(chances)) / calls
+            return tokens / (calls * _time(self._passes, rows, self._steps))
+
+        plain = count / _time(self._steps, count, self._passes)
+        best = max(range(1, self.sizes.each + 1), key=speed) if chances else 0
+        return best if best and speed(best) > plain else 0
 
     def end(self, calls: Sequence[Call], later: Sequence[Call]) -> None:
         """Notes the time of the turn that ends, if it was that of one call's passes, or of one call's plain steps."""
         if self.sizes is None or not self.timed or len(calls) != 1 or isinstance(call := calls[0], Extended):
             return
+        taken, rows = time.perf_counter() - self._begin, len(call.sequences)
         if isinstance(call, Passed):
-            counts = [int(max(call.results.passes))] if not later else []
-        else:  # read while the next one runs
-            counts = [max(call.ahead)] if later or not self.overlap else []
-        for count in filter(None, counts):
-            taken = (time.perf_counter() - self._begin) / count
-            self._times[isinstance(call, Passed), len(call.sequences)].append(taken)
+            counts = np.asarray(call.results.passes)
+            rows += sum(call.depths)
+            if not later and counts.any():
+                self._passes[rows].append(taken / int(counts.max()))
+        elif later or not self.overlap:  # with overlap, it is read while the next one runs
+            self._steps[rows].append(taken / max(call.ahead))
 
-    def _time(self, passes: bool, sequences: int) -> float | None:
-        """The seconds of a pass or step; None until two were measured, as the first may have been compiled."""
-        times = self._times[passes, sequences]
-        return statistics.median_low(times) if len(times) > 1 else None
+
+def _time(times: Times, rows: float, others: Times) -> float:
+    """The time of a pass or a step with so many rows, from the line through what was measured.
+
+    With fewer than two numbers of rows, `others` are added. The first time of each may have been compiled and counts
+    only after others. Without any, in steps of one row.
+    """
+    points = {count: statistics.median_low(own) for count, own in times.items() if len(own) > 1}
+    if rows in points:
+        return points[int(rows)]
+    if len(points) < 2:
+        points = {count: statistics.median_low(own) for count, own in others.items() if len(own) > 1} | points
+    if len(points) < 2:
+        [base] = [seconds / (1 + ROW * (count - 1)) for count, seconds in points.items()] or [1.0]
+        return base * (1 + ROW * (rows - 1))
+    slope, base = np.polyfit(list(points), list(points.values()), 1)
+    return max(float(base + slope * rows), min(points.values()) / 2)

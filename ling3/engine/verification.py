@@ -28,8 +28,9 @@ class Drafts(eqx.Module):
 
     tokens: Int32[AnyArray, "rows guesses"]  # of those after the newest; -1 after the last
     passes: Int32[AnyArray, " rows"]  # the most that a row takes part in
+    depth: Int32[AnyArray, " rows"]  # the most drafts of a row that one pass checks
     each: int = eqx.field(static=True)
-    """The most drafts of a row that one pass checks."""
+    """The rows of a pass that a row of the call has for drafts."""
     mtp: bool = eqx.field(static=True)
     """True: each pass guesses for the next one, with the model's multi-token-prediction layer."""
 
@@ -45,6 +46,7 @@ class Verified(eqx.Module):
     choice: Choice  # [rows, most]; the tokens after a row's last are -1
     passes: Int32[AnyArray, " rows"]  # that the row took part in
     drafted: Int32[AnyArray, " rows"]  # drafts that these checked
+    rejected: Int32[AnyArray, " rows"]  # passes with a wrong draft
     following: Int32[AnyArray, "rows each"]  # drafts of the tokens after the row's last; -1 for none
 
 
@@ -53,7 +55,7 @@ class Progress(eqx.Module):
 
     results: Verified  # `following` has the drafts of the next pass
     given: Int32[Array, " rows"]  # tokens
-    foreseen: Bool[Array, " rows"]  # True while all of them are those of `Drafts.tokens`
+    foreseen: Bool[Array, " rows"]  # True while all of them are those of `Drafts.tokens`; with `mtp`, of the last pass
 
 
 Carry = tuple[Int32[Array, ""], Bool[Array, ""], Progress, Pool]
@@ -67,7 +69,7 @@ def verified(
     view = pool.take(rows, execution.take_rows)
     passes, count = Passes(model, rows, jnp.asarray(lengths), drafts, execution), view.token.shape[0]
     out, none = Choice.none((count, drafts.most), model.config.vocab_size), jnp.zeros(count, jnp.int32)
-    results = Verified(out, none, none, jnp.asarray(drafts.tokens)[:, : drafts.each])
+    results = Verified(out, none, none, none, jnp.asarray(drafts.tokens)[:, : drafts.each])
     progress, first = Progress(results, none, jnp.ones(count, bool)), jnp.zeros((), jnp.int32)
     begin: Carry = (first, passes.any_active(first, progress, view), progress, view)
     *_, progress, view = lax.while_loop(lambda carry: carry[1], passes.one, begin)
@@ -89,8 +91,8 @@ class Passes:
         return ~view.done & (progress.given < self.lengths) & (i < self.drafts.passes)
 
     def any_active(self, i: Int32[Array, ""], progress: Progress, view: Pool) -> Bool[Array, ""]:
-        """True if there is a pass i: the first one, or one that checks a draft."""
-        guessed = (i == 0) | (progress.results.following[:, 0] >= 0)
+        """True if there is a pass i: the first one, or one that checks a draft after tokens that were foreseen."""
+        guessed = (i == 0) | (progress.foreseen & (progress.results.following[:, 0] >= 0))
         left = jnp.any(self.active(i, progress, view) & guessed)
         # Devices that share experts must do the same number of passes.
         return left if self.rows.beside is None else lax.psum(left.astype(jnp.int32), self.rows.beside) > 0
@@ -100,7 +102,7 @@ class Passes:
         i, _, progress, view = carry
         tokens = jnp.concatenate([view.token[:, None], progress.results.following], axis=1)
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        within = steps < (self.lengths - progress.given)[:, None]
+        within = (steps < (self.lengths - progress.given)[:, None]) & (steps <= self.drafts.depth[:, None])
         offered = self.active(i, progress, view)[:, None] & within & (tokens >= 0)
         span = self.span(view, offered)
         hidden, layers = self.model.model(_by_row(jnp.maximum(tokens, 0))[:, None], view.layers, span)
@@ -125,7 +127,8 @@ class Passes:
             own = Span(span.start, _by_row(given).astype(jnp.int32), span.table, self.execution, tokens=known)
             guesses, view = self.guessed(hidden, own, count, view)
             following = jnp.where((count > 0)[:, None], guesses, progress.results.following)
-            progress = eqx.tree_at(lambda p: p.results.following, progress, following)
+            foreseen = jnp.where(count > 0, (count > 1) | ~offered[:, 1], progress.foreseen)
+            progress = eqx.tree_at(lambda p: (p.results.following, p.foreseen), progress, (following, foreseen))
         return i + 1, self.any_active(i + 1, progress, view), progress, view
 
     def span(self, view: Pool, offered: Bool[Array, "rows tokens"]) -> Span:
@@ -162,12 +165,13 @@ class Passes:
         guesses = jnp.pad(jnp.asarray(self.drafts.tokens), ((0, 0), (0, 2 * each + 1)), constant_values=-1)
         at = (jnp.arange(len(places), dtype=jnp.int32)[:, None], jnp.where(given, places, width + 1))
         foreseen = progress.foreseen & jnp.all(~given | (choice.token == guesses[at]), axis=1)
-        total = progress.given + given.sum(axis=1, dtype=jnp.int32)
+        total, wrong = progress.given + given.sum(axis=1, dtype=jnp.int32), jnp.any(offered & ~given, axis=1)
         ahead = jnp.take_along_axis(guesses, total[:, None] + jnp.arange(each, dtype=jnp.int32)[None], axis=1)
         results = Verified(
             jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), results.choice, choice),
             results.passes + offered[:, 0].astype(jnp.int32),
             results.drafted + offered[:, 1:].sum(axis=1, dtype=jnp.int32),
+            results.rejected + wrong.astype(jnp.int32),
             jnp.where(foreseen[:, None], ahead, -1),
         )
         return Progress(results, total, foreseen)
