@@ -125,6 +125,7 @@ _CHECKED = (
     *("checkpoint.scales", "engine.at_end", "engine.capture"),
     *("engine.filters", "engine.forward", "engine.front", "engine.grammars", "engine.intake", "engine.masks"),
     *("engine.origins", "engine.plans", "engine.pool", "engine.runner", "engine.sampling", "engine.snapshots"),
+    "engine.verification",
     *("afd.attention_worker", "afd.ffn_worker", "afd.messages", "afd.operators", "afd.plan", "afd.system"),
 )
 

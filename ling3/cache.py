@@ -201,8 +201,8 @@ class Drafted(eqx.Module):
     """A mixer's state after a span whose rows are drafts (`Span.rows_each`), of which only the first will be kept."""
 
     @abc.abstractmethod
-    def kept(self, count: Int32[Array, " sequences"]) -> "State":
-        """The state after the first `count` tokens of each sequence, with the bits of as many single steps."""
+    def kept(self, count: Array) -> "State":
+        """The state after the first `count` [sequences] tokens of each, with the bits of as many single steps."""
 
 
 State = PyTree

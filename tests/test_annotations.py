@@ -31,6 +31,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
 from ling3.mesh.exchange import Exchange
+from ling3.ops.kda import recurrent_kda
 from ling3.ops.packed_kv import ENTRIES, KEYS
 from ling3.runtime import checks
 
@@ -51,6 +52,7 @@ def span(seq, batch=BATCH):
     return Span(start, jnp.full(batch, seq, jnp.int32), table)
 
 
+IN_TURN = dataclasses.replace(PLAIN, kda_in_turn=recurrent_kda, kda_look=lambda *x: recurrent_kda(*x)[0])
 X, ONE = numbers(BATCH, SEQ, TINY.hidden_size), numbers(BATCH, 1, TINY.hidden_size)
 WHOLE = Span.whole(BATCH, SEQ)
 
@@ -93,6 +95,9 @@ def kda(module):
     layer = module.KDA.init(module.KDAConfig(**vars(kda_config(TINY))), **OPTIONS)
     state = layer(X, None, WHOLE)[1]
     layer(ONE, state, span(1))
+    drafted = dataclasses.replace(span(1, 2 * BATCH), rows_each=2, execution=IN_TURN)
+    _, after = layer(jnp.concatenate([ONE, ONE]), state, drafted)
+    after.kept(jnp.ones(BATCH, jnp.int32))
 
 
 def mla(module):
@@ -212,6 +217,13 @@ def cache(module):
     module.Paged.empty(packed, (128,), packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
     state = module.KDAState(numbers(BATCH, 2, 4, 4), numbers(BATCH, 3, 12))
     module.Cache((state,), own.length, own.table)
+    dataclasses.replace(own, rows_each=2).by_sequence(numbers(2 * BATCH, 1, 3))
+
+    class Kept(module.Drafted):
+        def kept(self, count):
+            return count
+
+    module.kept((Kept(),), jnp.ones(BATCH, jnp.int32))
 
 
 def model(module):
@@ -261,14 +273,24 @@ def pool(module):
 
 
 def forward(module):
-    real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
+    real = ling3.init(dataclasses.replace(SHORT, num_nextn_predict_layers=1), mtp=True, **OPTIONS)
     sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
-    own, tokens = Pool.empty(real, sampling, SPEC), jnp.zeros((BATCH, SEQ), jnp.int32)
+    own, tokens = Pool.empty(real, sampling, dataclasses.replace(SPEC, mtp=1)), jnp.zeros((BATCH, SEQ), jnp.int32)
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
-    batch = module.Batch(rows, tokens, WHOLE.length, targets=tokens, want=("layers.0.residual",))
+    batch = module.Batch(rows, tokens, WHOLE.length, targets=tokens, following=tokens, want=("layers.0.residual",))
     _, own = module.extend(real, batch, own, PLAIN)
     masks = jnp.ones((BATCH, words(TINY.vocab_size)), jnp.uint32)
     module.decode(real, module.Batch(rows, tokens, WHOLE.length, masks), own, PLAIN)
+
+
+def verification(module):
+    real = ling3.init(dataclasses.replace(SHORT, num_nextn_predict_layers=1), mtp=True, **OPTIONS)
+    sampling = Sampling.build([(SamplingParams(), 0, SEQ, ())] * BATCH, TINY.vocab_size, 1)
+    own, none = Pool.empty(real, sampling, dataclasses.replace(SPEC, mtp=1)), jnp.zeros(BATCH, jnp.int32)
+    rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
+    for mtp in (False, True):
+        drafts = module.Drafts(jnp.zeros((BATCH, 7), jnp.int32), none, none, 3, mtp)
+        module.verified(real, rows, WHOLE.length, drafts, own, IN_TURN)
 
 
 def masks(module):
@@ -318,7 +340,7 @@ def gguf_checkpoint(module):
 SLOW = (
     *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
     *("afd/operators/sending", "afd/operators/batching", "model", "mesh/sharded", "engine/pool", "ops/attention"),
-    *("layers/mla", "engine/forward", "ops/packed_kv"),
+    *("layers/mla", "engine/forward", "engine/verification", "ops/packed_kv"),
 )
 """Those that take longest."""
 
@@ -344,6 +366,7 @@ FILES = {
     "mesh/sharded": sharded,
     "engine/pool": pool,
     "engine/forward": forward,
+    "engine/verification": verification,
     "engine/masks": masks,
     "checkpoint/gguf_file": gguf_file,
     "checkpoint/gguf_checkpoint": gguf_checkpoint,

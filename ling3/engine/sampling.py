@@ -33,7 +33,7 @@ MANY = 2**14
 COLDEST = 1e-30
 
 
-class Drafted(eqx.Module):
+class DraftRows(eqx.Module):
     """For rows that are drafts: which row of bias and counts each has, and the drafts before it, which also count."""
 
     sequence: Int32[Array, " batch"]
@@ -49,10 +49,10 @@ class Adjustments(eqx.Module):
     frequency: Float32[Array, " batch"]
     bias: Float32[Array, "sequences vocab"]
     counts: Int32[Array, "sequences vocab"]  # of each token in the output, plus IN_PROMPT
-    drafted: Drafted | None = None  # None: row i has row i of bias and counts
+    drafted: DraftRows | None = None  # None: row i has row i of bias and counts
 
     def of(self, rows: Int32[Array, " some"]) -> "Adjustments":
-        """Those of some rows, each with bias and counts of its own."""
+        """The adjustments of some rows, each with bias and counts of its own."""
         if self.drafted is None:
             return jax.tree.map(lambda x: x[rows], self)
         sequence, before = self.drafted.sequence[rows], self.drafted.before[rows]
@@ -62,8 +62,8 @@ class Adjustments(eqx.Module):
         return dataclasses.replace(self, **self._flags(rows), bias=self.bias[sequence], counts=counts, drafted=None)
 
     def spread(self, sequence: Int32[Array, " rows"], before: Int32[Array, "rows drafts"]) -> "Adjustments":
-        """Those of rows that are drafts, which share bias and counts."""
-        return dataclasses.replace(self, **self._flags(sequence), drafted=Drafted(sequence, before))
+        """The adjustments of rows that are drafts, which share bias and counts."""
+        return dataclasses.replace(self, **self._flags(sequence), drafted=DraftRows(sequence, before))
 
     def _flags(self, rows: Int32[Array, " some"]) -> dict[str, Array]:
         flags = {"active": self.active, "repetition": self.repetition}
@@ -133,7 +133,7 @@ class Sampling(eqx.Module):
         return Sampling(**put(columns), adjustments=adjustments, filters=filters)
 
     def of(self, rows: Int32[Array, " some"]) -> "Sampling":
-        """That of some rows."""
+        """How some of the rows are sampled."""
         own = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, adjustments=None))
         return dataclasses.replace(own, adjustments=None if self.adjustments is None else self.adjustments.of(rows))
 

@@ -119,13 +119,11 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
     if widths is None:
         own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
         widths = own if chunk <= own[-1] else (*own, chunk)
-    drafts, mtp = settings.draft_tokens, settings.speculation == "mtp"
-    if settings.speculation is not None:
-        drafts = fitting(drafts, rows)
-        check_drafts(model, execution, mtp)
     settled = dataclasses.replace(
-        settings, draft_tokens=drafts, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
+        settings, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
     )
+    drafts = _drafts(settled, rows, model, execution)
+    settled = settled if drafts is None else dataclasses.replace(settled, draft_tokens=drafts.each)
     return settled, Shapes(
         slots=slots,
         pages=pages,
@@ -138,10 +136,17 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         most_pages=most_pages,
         grid=grid,
         groups=groups,
-        drafts=None
-        if settled.speculation is None
-        else DraftShapes(rows // (drafts + 1), drafts, settled.most_steps, mtp),
+        drafts=drafts,
     )
+
+
+def _drafts(settings: EngineSettings, rows: int, model: CausalLM, execution: Execution) -> DraftShapes | None:
+    """The sizes of calls with drafts. Raises ValueError if rows or model do not suit them."""
+    if settings.speculation is None:
+        return None
+    each, mtp = fitting(settings.draft_tokens, rows), settings.speculation == "mtp"
+    check_drafts(model, execution, mtp)
+    return DraftShapes(rows // (each + 1), each, settings.decode_steps * (each + 1), mtp)
 
 
 def _grid(footprint: Footprint, settings: EngineSettings, length: int) -> Grid | None:

@@ -15,13 +15,13 @@ from ling3.engine.speculation import Speculation
 ROW = 0.2
 """The time that a row adds to a step, in steps, while it is not measured."""
 MEASURED = 5
-"""Times of which the median is taken."""
+"""RowTimes of which the median is taken."""
 TRIED = 3
 """Turns in a row without a guess worth checking after which sequences rest from guessing."""
 LONGEST_REST = 32
 """The most turns of a rest."""
 
-Times = Mapping[int, deque[float]]
+RowTimes = Mapping[int, deque[float]]
 """The latest times in seconds, for each number of rows with a token."""
 
 
@@ -97,7 +97,7 @@ class Speculator:
             self._steps[rows].append(taken / max(call.ahead))
 
 
-def _time(times: Times, rows: float, others: Times) -> float:
+def _time(times: RowTimes, rows: float, others: RowTimes) -> float:
     """The time of a pass or a step with so many rows, from the line through what was measured.
 
     With fewer than two numbers of rows, `others` are added. The first time of each may have been compiled and counts

@@ -50,15 +50,15 @@ class Verified(eqx.Module):
     following: Int32[AnyArray, "rows each"]  # drafts of the tokens after the row's last; -1 for none
 
 
-class Progress(eqx.Module):
-    """What the passes of a call have given so far."""
+class PassProgress(eqx.Module):
+    """The tokens and counts that the passes of a call have given so far."""
 
     results: Verified  # `following` has the drafts of the next pass
     given: Int32[Array, " rows"]  # tokens
     foreseen: Bool[Array, " rows"]  # True while all of them are those of `Drafts.tokens`; with `mtp`, of the last pass
 
 
-Carry = tuple[Int32[Array, ""], Bool[Array, ""], Progress, Pool]
+PassCarry = tuple[Int32[Array, ""], Bool[Array, ""], PassProgress, Pool]
 """The number of passes so far, whether there is another, what they gave, and the pool of the call's rows."""
 
 
@@ -70,8 +70,8 @@ def verified(
     passes, count = Passes(model, rows, jnp.asarray(lengths), drafts, execution), view.token.shape[0]
     out, none = Choice.none((count, drafts.most), model.config.vocab_size), jnp.zeros(count, jnp.int32)
     results = Verified(out, none, none, none, jnp.asarray(drafts.tokens)[:, : drafts.each])
-    progress, first = Progress(results, none, jnp.ones(count, bool)), jnp.zeros((), jnp.int32)
-    begin: Carry = (first, passes.any_active(first, progress, view), progress, view)
+    progress, first = PassProgress(results, none, jnp.ones(count, bool)), jnp.zeros((), jnp.int32)
+    begin: PassCarry = (first, passes.any_active(first, progress, view), progress, view)
     *_, progress, view = lax.while_loop(lambda carry: carry[1], passes.one, begin)
     return progress.results, pool.put(rows, view)
 
@@ -86,18 +86,18 @@ class Passes:
     drafts: Drafts
     execution: Execution
 
-    def active(self, i: Int32[Array, ""], progress: Progress, view: Pool) -> Bool[Array, " rows"]:
+    def active(self, i: Int32[Array, ""], progress: PassProgress, view: Pool) -> Bool[Array, " rows"]:
         """True for each row that takes part in pass i, if there is one."""
         return ~view.done & (progress.given < self.lengths) & (i < self.drafts.passes)
 
-    def any_active(self, i: Int32[Array, ""], progress: Progress, view: Pool) -> Bool[Array, ""]:
+    def any_active(self, i: Int32[Array, ""], progress: PassProgress, view: Pool) -> Bool[Array, ""]:
         """True if there is a pass i: the first one, or one that checks a draft after tokens that were foreseen."""
         guessed = (i == 0) | (progress.foreseen & (progress.results.following[:, 0] >= 0))
         left = jnp.any(self.active(i, progress, view) & guessed)
         # Devices that share experts must do the same number of passes.
         return left if self.rows.beside is None else lax.psum(left.astype(jnp.int32), self.rows.beside) > 0
 
-    def one(self, carry: Carry) -> Carry:
+    def one(self, carry: PassCarry) -> PassCarry:
         """Takes each active row's newest token and its drafts; keeps those that are right, and gives one token more."""
         i, _, progress, view = carry
         tokens = jnp.concatenate([view.token[:, None], progress.results.following], axis=1)
@@ -157,8 +157,12 @@ class Passes:
         return choice, given, ended
 
     def after(
-        self, progress: Progress, choice: Choice, given: Bool[Array, "rows tokens"], offered: Bool[Array, "rows tokens"]
-    ) -> Progress:
+        self,
+        progress: PassProgress,
+        choice: Choice,
+        given: Bool[Array, "rows tokens"],
+        offered: Bool[Array, "rows tokens"],
+    ) -> PassProgress:
         """The progress after a pass; the next drafts are those of `Drafts.tokens`, if all tokens were foreseen."""
         results, each, width = progress.results, self.drafts.each, self.drafts.tokens.shape[1]
         places = progress.given[:, None] + jnp.arange(each + 1, dtype=jnp.int32)[None]
@@ -174,7 +178,7 @@ class Passes:
             results.rejected + wrong.astype(jnp.int32),
             jnp.where(foreseen[:, None], ahead, -1),
         )
-        return Progress(results, total, foreseen)
+        return PassProgress(results, total, foreseen)
 
     def guessed(
         self, hidden: Float[Array, "_ 1 hidden"], span: Span, count: Int32[Array, " rows"], view: Pool
