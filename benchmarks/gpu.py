@@ -229,7 +229,7 @@ def tables(findings: dict[str, Any]) -> list[Table]:
     """The report as tables, one for each part."""
     forms = Table("operator", "form", "values", "same again", "in any company", title="forms")
     for name, told in findings.get("forms", {}).items():
-        values = told.get("values") or told.get("wrong") or told["failed"]
+        values = told.get("values") or told.get("wrong") or told.get("refused") or told["failed"]
         forms.add_row(name, told.get("form", ""), values, str(told.get("same_again")), str(told.get("in_any_company")))
     profiled = Table("kernel", "µs per step", "calls per step", title="a decode step")
     for told in findings.get("profile", {}).values():

@@ -19,6 +19,7 @@ from benchmarks.oracles import BFLOAT16, FLOAT32, close
 from benchmarks.registry import Setting, Wrong
 from ling3.execution import PLAIN, Execution
 from ling3.ops.attention import Expansion
+from ling3.ops.kda import recurrent_kda
 from ling3.ops.swiglu import SWIGLU
 
 PAGE = operators.PAGE
@@ -36,18 +37,26 @@ class Probe:
     """Arrays with a row for each row of the batch, on the first axis."""
     shared: tuple[Array, ...] = ()
     """Arrays that all rows share."""
+    oracle: Callable[..., Any] | None = None
+    """The form with the right values; None for the plain form."""
 
 
 def examine(probe: Probe, execution: Execution) -> dict[str, Any]:
-    """The findings on `execution`'s form, as plain values: `form`, `values`, `same_again`, `in_any_company`."""
-    form, plain = getattr(execution, probe.operator), getattr(PLAIN, probe.operator)
-    run = jax.jit(lambda rows, shared: probe.call(form, *rows, *shared))
-    found = run(probe.rows, probe.shared)
+    """The findings on `execution`'s form, as plain values: `form`, `values`, `same_again`, `in_any_company`.
+
+    For a form that refuses, only `form` and `refused`, its reason.
+    """
+    form, plain = getattr(execution, probe.operator), probe.oracle or getattr(PLAIN, probe.operator)
+    run, name = jax.jit(lambda rows, shared: probe.call(form, *rows, *shared)), f"{form.__module__}.{form.__qualname__}"
+    try:
+        found = run(probe.rows, probe.shared)
+    except ValueError as error:
+        return {"form": name.removeprefix("ling3.ops."), "refused": str(error)}
     # Every row in another place; then the first row in its place, beside other rows.
     moved = run(tuple(jnp.roll(x, 1, 0) for x in probe.rows), probe.shared)
     strange = run(tuple(_only_first(x) for x in probe.rows), probe.shared)
     told: dict[str, Any] = {
-        "form": f"{form.__module__}.{form.__qualname__}".removeprefix("ling3.ops."),
+        "form": name.removeprefix("ling3.ops."),
         "same_again": _equal(found, run(probe.rows, probe.shared)),
         "in_any_company": _equal(jax.tree.map(lambda x: jnp.roll(x, 1, 0), found), moved)
         and _equal(jax.tree.map(lambda x: x[:1], found), jax.tree.map(lambda x: x[:1], strange)),
@@ -64,8 +73,8 @@ def examine(probe: Probe, execution: Execution) -> dict[str, Any]:
 
 
 def passed(told: dict[str, Any]) -> bool:
-    """True if a form has the plain form's values, the same bits again, and the same bits in any company."""
-    return "values" in told and told["same_again"] and told["in_any_company"]
+    """True if a form has the right values, the same bits again, and the same bits in any company, or if it refuses."""
+    return "refused" in told or ("values" in told and told["same_again"] and told["in_any_company"])
 
 
 def probes(setting: Setting) -> Iterator[Probe]:
@@ -80,6 +89,9 @@ def probes(setting: Setting) -> Iterator[Probe]:
     *token, state = (x[:, 0] if name != "state" else x for name, x in kda.items())
     yield Probe("kda_step", lambda form, *x: form(*x), (*token, state))
     chunks = {"lower_bound": operators.LOWER_BOUND, "chunk_size": Execution.default("gpu").chunk_size}
+    few = tuple(x if name == "state" else x[:, :4] for name, x in kda.items())
+    yield Probe("kda_in_turn", lambda form, *x: form(*x), few, oracle=recurrent_kda)
+    yield Probe("kda_look", lambda form, *x: form(*x), few, oracle=lambda *x: recurrent_kda(*x)[0])
     yield Probe("chunk_kda", lambda form, *x: form(*x, **chunks), tuple(kda.values()))
 
     hidden, latent, rope, context = setting.size(full=(1536, 512, 64, 2048), toy=(64, 32, 16, 300))

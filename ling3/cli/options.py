@@ -45,6 +45,15 @@ TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
 NamesOption = Annotated[str | None, _optional("NAMES", str), NO_DEFAULT]
 WholeNumber = Annotated[int | None, _optional("INT", whole_number), NO_DEFAULT]
+
+
+def _guesser(word: str) -> str:
+    if word not in ("lookup", "mtp"):
+        raise ValueError(f"found {word!r}, expected lookup or mtp")
+    return word
+
+
+GuesserOption = Annotated[Literal["lookup", "mtp"] | None, _optional("lookup|mtp", _guesser), NO_DEFAULT]
 OPTIONAL = {int: WholeNumber, float: Annotated[float | None, _optional("FLOAT", float), NO_DEFAULT]}
 Thinking = Literal["auto", "on", "off"]
 
@@ -115,7 +124,7 @@ class Sampling(_common()):
 class Guessing:
     """How tokens are guessed ahead, which is faster where the guesses are right, and changes no answer."""
 
-    speculation: Literal["lookup", "mtp"] | None = None
+    speculation: GuesserOption = None
     """Guess tokens, and check several in one pass: lookup guesses what followed the same tokens before, mtp asks the
     checkpoint's multi-token-prediction layer."""
     draft_tokens: int = 3
