@@ -29,13 +29,13 @@ def test_every_operator_has_a_form_and_a_reason():
     report = kernels.report("tiny", open_model(TINY), CPU)
     assert {row.operator for row in report.rows} == operators(CPU)
     rows = by_operator(report)
-    assert rows["kda_step", "decode"].why == "a row's state has less than 262,144 bytes"
+    assert rows["kda_step", "decode"].why == "a row's state has less than 16,384 bytes"
     assert rows["kda_step", "decode"].times == 2 and rows["kda_step", "decode"].form == "plain"
     assert rows["paged_attention", "prefill"].why == "entries are expanded to keys and values"
     assert not any(row.form.startswith("cpu.") for row in report.rows if row.times)
     out = io.StringIO()
     Console(file=out, width=160).print(report)
-    assert "a row's state has less than 262,144 bytes" in out.getvalue()
+    assert "a row's state has less than 16,384 bytes" in out.getvalue()
 
 
 def test_the_plain_table_asks_no_kernel():
@@ -79,7 +79,7 @@ def test_the_reasons_are_logged(caplog):
     state = jnp.zeros((1, 2, 8, 8))
     with caplog.at_level(logging.DEBUG, logger="ling3.forms"):
         jax.eval_shape(CPU.kda_step, *[state[..., 0]] * 4, state[:, :, 0, 0], state)
-    assert caplog.messages == ["kda_step: a row's state has less than 262,144 bytes"]
+    assert caplog.messages == ["kda_step: a row's state has less than 16,384 bytes"]
 
 
 def test_the_command(capsys):
