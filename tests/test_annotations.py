@@ -95,6 +95,7 @@ def kda(module):
     layer = module.KDA.init(module.KDAConfig(**vars(kda_config(TINY))), **OPTIONS)
     state = layer(X, None, WHOLE)[1]
     layer(ONE, state, span(1))
+    layer.convolved(X, state.conv, WHOLE)
     drafted = dataclasses.replace(span(1, 2 * BATCH), rows_each=2, execution=IN_TURN)
     _, after = layer(jnp.concatenate([ONE, ONE]), state, drafted)
     after.kept(jnp.ones(BATCH, jnp.int32))

@@ -185,9 +185,9 @@ class KDA(eqx.Module):
         """The layer's output for each token, and its state after the span. Without a `state` it starts from zeros."""
         execution = span.execution
         state = self.empty_state(CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
-        inputs = [proj(x, execution) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        inputs = self.projections(x, execution)
         tail = state.conv if span.rows_each == 1 else _tails(state.conv, jnp.concatenate(inputs, axis=-1), span)
-        q, k, v, conv = self.convolved(inputs, tail, span)
+        q, k, v, conv = self._of_projections(inputs, tail, span)
         q = span.cleared(q)
         gates = self.gates(x, span)
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
@@ -218,7 +218,24 @@ class KDA(eqx.Module):
         heads = span.site("heads", self.gated(o, gate, x.dtype))
         return self.projected(heads, execution), after
 
+    def projections(
+        self, x: Float[Array, "batch seq hidden"], execution: Execution
+    ) -> list[Float[Array, "batch seq _channels"]]:
+        """The projections of x to q, k and v, which the convolutions take."""
+        return [proj(x, execution) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+
     def convolved(
+        self, x: Float[Array, "batch seq hidden"], tail: Float[Array, "batch tail channels"], span: Span
+    ) -> tuple[
+        Wide[Array, "batch seq heads key"],
+        Wide[Array, "batch seq heads key"],
+        Wide[Array, "batch seq heads value"],
+        Float[Array, "batch tail channels"],
+    ]:
+        """q (of length key^-0.5), k (of length 1), v, and the convolutions' new tail."""
+        return self._of_projections(self.projections(x, span.execution), tail, span)
+
+    def _of_projections(
         self, inputs: Sequence[Float[Array, "batch seq _"]], tail: Float[Array, "batch tail channels"], span: Span
     ) -> tuple[
         Wide[Array, "batch seq heads key"],
@@ -226,7 +243,6 @@ class KDA(eqx.Module):
         Wide[Array, "batch seq heads value"],
         Float[Array, "batch tail channels"],
     ]:
-        """q (of length key^-0.5), k (of length 1), v from their projections, and the convolutions' new tail."""
         outputs = []
         for i, (x, conv) in enumerate(zip(inputs, (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True)):
             if conv is None:
