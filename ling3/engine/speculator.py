@@ -15,7 +15,7 @@ from ling3.engine.speculation import Speculation
 ROW = 0.2
 """The time that a row adds to a step, in steps, while it is not measured."""
 MEASURED = 5
-"""RowTimes of which the median is taken."""
+"""The number of times of which the median is taken."""
 TRIED = 3
 """Turns in a row without a guess worth checking after which sequences rest from guessing."""
 LONGEST_REST = 32
@@ -26,7 +26,7 @@ RowTimes = Mapping[int, deque[float]]
 
 
 class Speculator:
-    """Decides for all sequences of a loop.
+    """Decides when the sequences of a loop guess, and how many guesses of each a pass checks.
 
     To guess, the host needs all tokens so far, and the device waits meanwhile. If no guess was worth checking in some
     turns, sequences guess only in every second turn, then in every fourth, and so on. Whether a guess is worth it
@@ -39,7 +39,7 @@ class Speculator:
         self.sizes, self.groups, self.overlap, self.timed = shapes.drafts, shapes.groups, overlap, not alike
         self._steps, self._passes = (defaultdict(lambda: deque(maxlen=MEASURED)) for _ in range(2))
         self._failed = self._rest = 0
-        self._rested = False  # for as long as it gets
+        self._rested = False  # True in the turn after the longest rest
         self._begin = 0.0
 
     def begin(self, running: Sequence[TokenSequence]) -> bool:
@@ -98,10 +98,10 @@ class Speculator:
 
 
 def _time(times: RowTimes, rows: float, others: RowTimes) -> float:
-    """The time of a pass or a step with so many rows, from the line through what was measured.
+    """The seconds of a pass or a step with `rows` rows: measured, or from the line through those measured.
 
-    With fewer than two numbers of rows, `others` are added. The first time of each may have been compiled and counts
-    only after others. Without any, in steps of one row.
+    If fewer than two numbers of rows were measured, `others` are added; if none was, the unit is a step of one row. A
+    number of rows counts from its second time on, since the first may have waited for a compiler.
     """
     points = {count: statistics.median_low(own) for count, own in times.items() if len(own) > 1}
     if rows in points:

@@ -30,7 +30,7 @@ class Drafts(eqx.Module):
     passes: Int32[AnyArray, " rows"]  # the most that a row takes part in
     depth: Int32[AnyArray, " rows"]  # the most drafts of a row that one pass checks
     each: int = eqx.field(static=True)
-    """The rows of a pass that a row of the call has for drafts."""
+    """The most drafts for which a pass has rows."""
     mtp: bool = eqx.field(static=True)
     """True: each pass guesses for the next one, with the model's multi-token-prediction layer."""
 
@@ -78,7 +78,7 @@ def verified(
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The passes of one call: what they read, and do not change."""
+    """The passes of one call, with the inputs that they share."""
 
     model: CausalLM
     rows: Rows
