@@ -122,7 +122,7 @@ class Sampling(_common()):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guessing:
-    """How tokens are guessed ahead, which is faster where the guesses are right, and changes no answer."""
+    """How tokens are guessed ahead, which is faster where the guesses are right."""
 
     speculation: GuesserOption = None
     """Guess tokens, and check several in one pass: lookup guesses what followed the same tokens before, mtp asks the
