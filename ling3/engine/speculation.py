@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -99,7 +100,12 @@ def fitting(most: int, rows: int) -> int:
 
 
 def check_drafts(model: CausalLM, execution: Execution, mtp: bool) -> None:
-    """Raises ValueError, with the reason, if a layer of the model cannot go back behind wrong guesses."""
+    """Raises ValueError, with the reason, if the platform or a layer of the model cannot promise the bits of steps."""
+    if (platform := jax.default_backend()) != "cpu":
+        raise ValueError(
+            f"engine settings: speculation on {platform}: only on a CPU is it known that passes have the bits of single "
+            "steps; set it to None"
+        )
     if mtp and not model.mtp:
         raise ValueError(
             "engine settings: speculation is 'mtp', and the model has no multi-token-prediction layer: load it with "

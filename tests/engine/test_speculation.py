@@ -20,10 +20,13 @@ from tiny_transformers import open_model as open_transformer
 import ling3
 from ling3.cache import Span
 from ling3.engine import sampling
+from ling3.engine.forward import Programs
 from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import DraftShapes, Shapes
-from ling3.engine.speculation import Speculation, fitting, lookup
+from ling3.engine.speculation import Speculation, check_drafts, fitting, lookup
 from ling3.engine.speculator import Speculator
+from ling3.execution import PLAIN
+from ling3.mesh import plan
 from ling3.mtp import predicted
 
 SIZES = {"max_running_requests": 4, "num_pages": 24, "page_size": 16, "chunked_prefill_size": 32, "max_model_len": 128}
@@ -101,6 +104,28 @@ def test_in_company(monkeypatch):
         for _ in range(2):
             assert promised_answers(requests(), engine) == expected
         assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
+
+
+def test_it_is_refused_where_bits_were_not_compared(monkeypatch):
+    with pytest.raises(ValueError, match="batch_invariant is False, expected True with speculation"):
+        EngineSettings(speculation="lookup", batch_invariant=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="speculation on gpu: only on a CPU is it known"):
+        check_drafts(open_transformer("qwen3"), PLAIN, mtp=False)
+
+
+def test_programs_without_drafts_are_refused():
+    programs = Programs(parts=frozenset())
+    with pytest.raises(ValueError, match="speculation: the forward programs of this engine take no drafts"):
+        ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, programs=programs, speculation="lookup")
+
+
+@pytest.mark.usefixtures("always")
+def test_on_a_mesh():
+    """Slots and heads are shared out to four devices, and each group of devices checks the guesses of its sequences."""
+    model = open_transformer("qwen3")
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    bits_are_kept(plan(model, mesh).model(model, jax.tree.leaves(model)))
 
 
 def test_without_kdas_kernel_it_is_refused():
