@@ -103,7 +103,7 @@ def check_drafts(model: CausalLM, execution: Execution, mtp: bool) -> None:
     """Raises ValueError, with the reason, if the platform or a layer of the model cannot promise the bits of steps."""
     if (platform := jax.default_backend()) != "cpu":
         raise ValueError(
-            f"engine settings: speculation on {platform}: only on a CPU is it known that passes have the bits of single "
+            f"engine settings: speculation on {platform}: only on a CPU is it known that passes have the bits of "
             "steps; set it to None"
         )
     if mtp and not model.mtp:
