@@ -13,6 +13,7 @@ from benchmarks.cases import (
     peers,
     prefixes,
     server,
+    speculation,
     start,
     whole,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "peers",
     "prefixes",
     "server",
+    "speculation",
     "start",
     "whole",
 ]
