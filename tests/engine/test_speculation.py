@@ -10,8 +10,8 @@ import pytest
 from exhaustive_cases import exhaustively
 from native_kernels import installed, needs_compiler
 from promised_requests import SETTINGS as CROWDED
+from promised_requests import answer, requests
 from promised_requests import answers as promised_answers
-from promised_requests import requests
 from tiny import FLASH, TINY, UNBOUNDED
 from tiny import open_model as open_ling3
 from tiny_transformers import CASES
@@ -82,6 +82,16 @@ def test_ling3_keeps_its_bits_on_the_kernels(name, monkeypatch):
         bits_are_kept(open_ling3(LING3[name]))
 
 
+def partly_right(known):
+    """Guesses the tokens that follow in one of the known texts; as many as their sum says are right."""
+
+    def guess(tokens):
+        after = next((each[len(tokens) :][:9] for each in known if each[: len(tokens)] == tokens), [])
+        return [token if i < sum(tokens) % 10 else token + 1 for i, token in enumerate(after)]
+
+    return guess
+
+
 @needs_compiler
 @pytest.mark.usefixtures("always")
 def test_in_company(monkeypatch):
@@ -91,16 +101,10 @@ def test_in_company(monkeypatch):
         model = open_ling3()
         plain = ling3.Engine(model, None, **CROWDED)
         expected = promised_answers(requests(), plain)
-        whole = [
+        known = [
             [*prompt, *tokens] for (prompt, _), own in zip(requests(), expected, strict=True) for tokens, *_ in own
         ]
-
-        def partly_right(tokens):
-            """The tokens that follow in one of the answers, of which as many as their sum says are right."""
-            after = next((each[len(tokens) :][:3] for each in whole if each[: len(tokens)] == tokens), [])
-            return [token if i < sum(tokens) % 4 else token + 1 for i, token in enumerate(after)]
-
-        engine = ling3.Engine(model, None, **{**CROWDED, "num_pages": 20}, speculation=partly_right)
+        engine = ling3.Engine(model, None, **{**CROWDED, "num_pages": 20}, speculation=partly_right(known))
         for _ in range(2):
             assert promised_answers(requests(), engine) == expected
         assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
@@ -289,3 +293,48 @@ def test_the_models_own_layer_guesses(monkeypatch):
 def test_without_the_layer_it_is_refused():
     with pytest.raises(ValueError, match="speculation is 'mtp', and the model has no multi-token-prediction layer"):
         ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, speculation="mtp")
+
+
+HIDDEN = 128
+"""nano's hidden size."""
+COUNTING = "Mia has 8 red eggs. Mia has 8 red eggs. Mia has 8"
+KINDS = {
+    "stop strings": {"stop": ["32 +", "never"], "min_tokens": 3},
+    "a bias and penalties": {"logit_bias": {40: 1.5}, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+    "a grammar": {"structured": ling3.Regex("[a-z0-9 ]{12}")},
+    "scores": {"prompt_logprobs": 2, "logprobs": 2},
+    "several answers": {"n": 3, "temperature": 1.0},
+    "a snapshot": {"keep": True},
+    "a capture": {"capture": ling3.Capture(residual=[1])},
+    "an intervention": {"interventions": [ling3.Intervention.add(1, np.full(HIDDEN, 0.05, np.float32))]},
+}
+
+
+def whole(output):
+    """All of a request's answers."""
+    return [(each.text, *answer(each)) for each in output.outputs]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("always")
+def test_beside_every_other_feature():
+    """Each has the answer and the bits that it has without speculation, with all kinds served at once, and twice."""
+    with installed():
+        model, tokenizer = ling3.load("nano", dtype=jnp.float32), ling3.load_tokenizer("nano")
+        params = [ling3.SamplingParams(**{"max_tokens": 20, "seed": 5, "logprobs": 1} | own) for own in KINDS.values()]
+        engines = [ling3.Engine(model, tokenizer, max_model_len=256)]
+        plain = engines[0].generate([COUNTING] * len(params), params)
+        known = [[*each.prompt_token_ids, *own.token_ids] for each in plain for own in each.outputs]
+        engines.append(ling3.Engine(model, tokenizer, max_model_len=256, speculation=partly_right(known)))
+        for _ in range(2):
+            plain, guessed = (engine.generate([COUNTING] * len(params), params) for engine in engines)
+            for name, one, other in zip(KINDS, plain, guessed, strict=True):
+                assert whole(one) == whole(other), name
+                assert one.prompt_logprobs == other.prompt_logprobs, name
+        [kept, seen] = [list(KINDS).index(name) for name in ("a snapshot", "a capture")]
+        snapshots = [outputs[kept].snapshot for outputs in (plain, guessed)]
+        again = [whole(engine.generate([own])[0]) for engine, own in zip(engines, snapshots, strict=True)]
+        assert again[0] == again[1]
+        captured = [outputs[seen].outputs[0].captured for outputs in (plain, guessed)]
+        assert jax.tree.all(jax.tree.map(np.array_equal, *(own.residual for own in captured)))
+        assert engines[1].stats().accepted_tokens > 0
