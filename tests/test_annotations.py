@@ -291,12 +291,15 @@ def verification(module):
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
     for mtp in (False, True):
         drafts = module.Drafts(jnp.zeros((BATCH, 7), jnp.int32), none, none, 3, mtp)
-        module.verified(real, rows, WHOLE.length, drafts, own, IN_TURN)
+        allowed = module.Allowed(
+            jnp.full((BATCH, 4), -1, jnp.int32), jnp.ones((BATCH, words(TINY.vocab_size)), jnp.uint32)
+        )
+        module.verified(module.Passes(real, rows, WHOLE.length, drafts, allowed, IN_TURN), own)
 
 
 def masks(module):
     forced, allowed = jnp.full((3, 2), -1, jnp.int32), jnp.ones((3, 3), jnp.uint32)
-    module.masked(numbers(3, 70), module.mask_of_step(forced, allowed, jnp.asarray(1, jnp.int32)))
+    module.masked(numbers(3, 70), module.masks_of_steps(forced, allowed, jnp.ones((3, 1), jnp.int32))[:, 0])
 
 
 def batching(module):

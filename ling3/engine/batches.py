@@ -1,5 +1,6 @@
 """The inputs of the two forward programs, made on the host: which row a sequence has, and what it does there."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -59,10 +60,10 @@ def step_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan]) -> B
 
 def pass_batch(where: Rows, rows: Sequence[int], plans: Sequence[StepPlan], sizes: DraftShapes, most: int) -> Batch:
     """The input of `decode` with drafts: each row's tokens at most, and its drafts, for at most `most` passes."""
-    lengths, passes, depth = np.zeros((3, len(where.table)), np.int32)
-    tokens = np.full((len(lengths), sizes.tokens - 1), -1, np.int32)
+    batch = step_batch(where, rows, plans)
+    passes, depth = np.zeros((2, len(where.table)), np.int32)
+    tokens = np.full((len(depth), sizes.tokens - 1), -1, np.int32)
     for row, plan in zip(rows, plans, strict=True):
-        lengths[row], passes[row], depth[row] = plan.count, most, plan.depth
+        passes[row], depth[row] = most, plan.depth
         tokens[row, : len(plan.drafts or ())] = plan.drafts or ()
-    drafts = Drafts(tokens, passes, depth, sizes.each, sizes.mtp)
-    return Batch(where, np.zeros((len(lengths), 0), np.int32), lengths, drafts=drafts)
+    return dataclasses.replace(batch, drafts=Drafts(tokens, passes, depth, sizes.each, sizes.mtp))

@@ -22,11 +22,11 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ling3.cache import Span
 from ling3.engine.arrays import AnyArray
-from ling3.engine.masks import mask_of_step
+from ling3.engine.masks import masks_of_steps
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active, scored
 from ling3.engine.settings import DECODE_STEPS
-from ling3.engine.verification import Drafts, Verified, verified
+from ling3.engine.verification import Allowed, Drafts, Passes, Verified, verified
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
 from ling3.mesh.placement import everyones
@@ -159,7 +159,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
         chosen = active(i, view)
         lengths, allowed = chosen.astype(jnp.int32), None
         if batch.masks is not None:
-            allowed = mask_of_step(batch.tokens, batch.masks, i)
+            allowed = masks_of_steps(batch.tokens, batch.masks, jnp.full((len(chosen), 1), i))[:, 0]
         logits, cache = model.step(view.token[:, None], view.cache(rows.table), lengths, execution=execution, **how)
         choice = choose_active(logits[:, 0], view.sampling, cache.length, chosen, execution, allowed)
         view = view.after(cache, choice.token, chosen)
@@ -175,7 +175,9 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
 
 def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Verified, Pool]:
     assert batch.drafts is not None, "decoded without drafts"
-    return verified(model, batch.rows, batch.lengths, batch.drafts, pool, execution)
+    allowed = None if batch.masks is None else Allowed(jnp.asarray(batch.tokens), jnp.asarray(batch.masks))
+    passes = Passes(model, batch.rows, jnp.asarray(batch.lengths), batch.drafts, allowed, execution)
+    return verified(passes, pool)
 
 
 def _on_every_device(

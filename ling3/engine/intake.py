@@ -15,7 +15,7 @@ from ling3.engine.origins import origin
 from ling3.engine.request import Request, TokenSequence, draw_seed
 from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
-from ling3.engine.settings import EngineSettings
+from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
 from ling3.engine.snapshots import Continued, Snapshot
@@ -103,8 +103,9 @@ class Intake:
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
         stepwise = params.keep and (self.shapes.window is not None or bool(params.stop))
-        guesses = self.shapes.drafts is not None and constraint is None and not (request.interventions or stepwise)
+        guesses = self.shapes.drafts is not None and not (request.interventions or stepwise)
         for index in range(params.n):
+            own = constraint and constraint.copy()
             sequence = TokenSequence(
                 request,
                 index,
@@ -113,11 +114,11 @@ class Intake:
                 ends=ends,
                 decoder=None if self.tokenizer is None else self.tokenizer.stream(ids),
                 stops=StopStrings(params.stop),
-                constraint=constraint and constraint.copy(),
+                constraint=own,
                 prefill_end=len(ids) - 1,
                 stepwise=stepwise,
                 synchronous=stepwise or constraint is not None,
-                speculation=self._speculation() if guesses else None,
+                speculation=self._speculation(own) if guesses else None,
                 reads_prefixes=params.prompt_logprobs is None and not request.interventions,
                 keeps_prefixes=not request.interventions,
             )
@@ -128,9 +129,12 @@ class Intake:
             request.sequences.append(sequence)
         return request
 
-    def _speculation(self) -> Speculation:
+    def _speculation(self, constraint: Constraint | None) -> Speculation:
+        """What guesses the tokens of a sequence; with a grammar, only those that it forces, which are always right."""
         draft, sizes = self.settings.speculation, self.shapes.drafts
         assert draft is not None and sizes is not None, "asked for"
+        if constraint is not None:
+            return Speculation(lambda _: list(constraint.forced), sizes.each, DECODE_STEPS - 1, self.vocab)
         return Speculation(draft, sizes.each, sizes.tokens - 1, self.vocab)
 
     def check(

@@ -6,14 +6,14 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from ling3.engine.grammars import WORD
 
 
-def mask_of_step(
-    forced: Int32[Array, "rows steps"], allowed: UInt32[Array, "rows words"], step: Int32[Array, ""]
-) -> UInt32[Array, "rows words"]:
-    """Each row's mask in one step: only the forced token, or `allowed` where that is -1."""
-    token = jnp.take(forced, step, axis=1)[:, None]
-    word = jnp.arange(allowed.shape[1], dtype=jnp.int32)[None]
+def masks_of_steps(
+    forced: Int32[Array, "rows steps"], allowed: UInt32[Array, "rows words"], at: Int32[Array, "rows some"]
+) -> UInt32[Array, "rows some words"]:
+    """Each row's masks in some steps: only the forced token, or `allowed` where that is -1, or after the last step."""
+    token = jnp.take_along_axis(forced, at, axis=1, mode="fill", fill_value=-1)[..., None]
+    word = jnp.arange(allowed.shape[1], dtype=jnp.int32)[None, None]
     bit = jnp.left_shift(jnp.uint32(1), (token % WORD).astype(jnp.uint32))
-    return jnp.where(token < 0, allowed, jnp.where(word == token // WORD, bit, jnp.uint32(0)))
+    return jnp.where(token < 0, allowed[:, None], jnp.where(word == token // WORD, bit, jnp.uint32(0)))
 
 
 def masked(

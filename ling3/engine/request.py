@@ -14,6 +14,7 @@ from ling3.engine.outputs import Completion, Delta, FinishReason, Logprob, Reque
 from ling3.engine.plans import StepPlan
 from ling3.engine.sampling import NOT_A_NUMBER
 from ling3.engine.sampling_params import SamplingParams
+from ling3.engine.settings import DECODE_STEPS
 from ling3.engine.snapshots import Snapshot
 from ling3.engine.speculation import Speculation
 from ling3.intervention import Intervention, structure
@@ -251,10 +252,9 @@ class TokenSequence:
     def plan(self, most: int) -> StepPlan:
         """The sequence's plan of a decode call of `most` steps, or of that many tokens if it has drafts."""
         most = min(most, self.left, 1 if self.stepwise else most)
-        if self.constraint is not None:
-            return self.constraint.plan(most)
+        plan = StepPlan(most) if self.constraint is None else self.constraint.plan(min(most, DECODE_STEPS))
         guesses = self.speculation
-        return StepPlan(most) if guesses is None else StepPlan(most, drafts=guesses.drafts, depth=guesses.depth)
+        return plan if guesses is None else dataclasses.replace(plan, drafts=guesses.drafts, depth=guesses.depth)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> Delta | None:
         """Adds tokens up to the sequence's end; returns the delta, or None if nothing is new.

@@ -207,6 +207,10 @@ class Runner:
             empty = Drafts(np.full(shape, -1, np.int32), none, none, drafts.each, drafts.mtp)
             inputs = self._empty_batch(drafts.sequences, 0, drafts=empty)
             yield f"decode of {drafts.sequences} with drafts", decode, inputs, self.execution
+            if "structured" in also and "masks" in parts:
+                masks = np.zeros((shape[0], words(self.model.config.vocab_size)), np.uint32)
+                inputs = self._empty_batch(drafts.sequences, DECODE_STEPS, drafts=empty, masks=masks)
+                yield f"masked decode of {drafts.sequences} with drafts", decode, inputs, self.execution
         for width in reversed(self.shapes.buckets):
             zeros = np.zeros((self.shapes.groups, width), np.int32)
             more = {"following": zeros} if self._mtp else {}

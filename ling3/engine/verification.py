@@ -12,10 +12,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ling3.cache import Span, kept
 from ling3.engine.arrays import AnyArray
+from ling3.engine.masks import masks_of_steps
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active, counted, drafted_rows, ends
 from ling3.execution import Execution
@@ -50,6 +51,13 @@ class Verified(eqx.Module):
     following: Int32[AnyArray, "rows each"]  # drafts of the tokens after the row's last; -1 for none
 
 
+class Allowed(eqx.Module):
+    """The tokens that a grammar allows: those it forces, one for each step, and then those of the mask."""
+
+    forced: Int32[Array, "rows steps"]
+    masks: UInt32[Array, "rows words"]
+
+
 class PassProgress(eqx.Module):
     """The tokens and counts that the passes of a call have given so far."""
 
@@ -62,18 +70,16 @@ PassCarry = tuple[Int32[Array, ""], Bool[Array, ""], PassProgress, Pool]
 """The number of passes so far, whether there is another, what they gave, and the pool of the call's rows."""
 
 
-def verified(
-    model: CausalLM, rows: Rows, lengths: Int32[AnyArray, " rows"], drafts: Drafts, pool: Pool, execution: Execution
-) -> tuple[Verified, Pool]:
+def verified(passes: "Passes", pool: Pool) -> tuple[Verified, Pool]:
     """Samples up to `lengths` tokens for each row that is not done. Ends when no row has drafts for another pass."""
-    view = pool.take(rows, execution.take_rows)
-    passes, count = Passes(model, rows, jnp.asarray(lengths), drafts, execution), view.token.shape[0]
-    out, none = Choice.none((count, drafts.most), model.config.vocab_size), jnp.zeros(count, jnp.int32)
+    view, drafts = pool.take(passes.rows, passes.execution.take_rows), passes.drafts
+    count = view.token.shape[0]
+    out, none = Choice.none((count, drafts.most), passes.model.config.vocab_size), jnp.zeros(count, jnp.int32)
     results = Verified(out, none, none, none, jnp.asarray(drafts.tokens)[:, : drafts.each])
     progress, first = PassProgress(results, none, jnp.ones(count, bool)), jnp.zeros((), jnp.int32)
     begin: PassCarry = (first, passes.any_active(first, progress, view), progress, view)
     *_, progress, view = lax.while_loop(lambda carry: carry[1], passes.one, begin)
-    return progress.results, pool.put(rows, view)
+    return progress.results, pool.put(passes.rows, view)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Passes:
     rows: Rows
     lengths: Int32[Array, " rows"]
     drafts: Drafts
+    allowed: Allowed | None
     execution: Execution
 
     def active(self, i: Int32[Array, ""], progress: PassProgress, view: Pool) -> Bool[Array, " rows"]:
@@ -106,7 +113,7 @@ class Passes:
         offered = self.active(i, progress, view)[:, None] & within & (tokens >= 0)
         span = self.span(view, offered)
         hidden, layers = self.model.model(_by_row(jnp.maximum(tokens, 0))[:, None], view.layers, span)
-        choice, given, ended = self.chosen(hidden, tokens, offered, view)
+        choice, given, ended = self.chosen(hidden, tokens, offered, progress.given, view)
         count = given.sum(axis=1, dtype=jnp.int32)
         newest = (jnp.arange(len(count), dtype=jnp.int32), jnp.maximum(count - 1, 0))
         sampling = view.sampling
@@ -143,13 +150,19 @@ class Passes:
         hidden: Float[Array, "_ 1 hidden"],
         tokens: Int32[Array, "rows tokens"],
         offered: Bool[Array, "rows tokens"],
+        before: Int32[Array, " rows"],
         view: Pool,
     ) -> tuple[Choice, Bool[Array, "rows tokens"], Bool[Array, "rows tokens"]]:
-        """The token that follows each token; True for those that are given; True for those that would end the row."""
-        each = tokens.shape[1]
-        after = view.length[:, None] + jnp.arange(1, each + 1, dtype=jnp.int32)[None]
+        """The token that follows each token; True for those that are given; True for those that would end the row.
+
+        The call has given `before` tokens.
+        """
+        steps, allowed = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], None
+        after = view.length[:, None] + steps + 1
+        if self.allowed is not None:
+            allowed = _by_row(masks_of_steps(self.allowed.forced, self.allowed.masks, before[:, None] + steps))
         logits, sampling = self.model.logits(hidden, self.execution)[:, 0], drafted_rows(view.sampling, tokens[:, 1:])
-        choice = choose_active(logits, sampling, _by_row(after), _by_row(offered), self.execution)
+        choice = choose_active(logits, sampling, _by_row(after), _by_row(offered), self.execution, allowed)
         ended = ends(choice.token, sampling, _by_row(after)).reshape(tokens.shape) | (after + 1 >= view.until[:, None])
         choice = jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), choice)
         right = (choice.token[:, :-1] == tokens[:, 1:]) & ~ended[:, :-1]

@@ -28,7 +28,7 @@ from small_engine import (
 import ling3
 from ling3.engine.forward import decode
 from ling3.engine.grammars import LIMITS, Grammars
-from ling3.engine.masks import bits, mask_of_step, masked
+from ling3.engine.masks import bits, masked, masks_of_steps
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.structured import read, written
 from ling3.serve import BESIDE
@@ -594,7 +594,8 @@ def test_masks_have_a_bit_for_each_token():
 
 def test_a_forced_token_is_the_only_one_of_its_step():
     forced, allowed = jnp.asarray([[-1, -1, -1], [64, 99, -1]], jnp.int32), jnp.full((2, 4), 7, jnp.uint32)
-    steps = [np.asarray(bits(mask_of_step(forced, allowed, jnp.asarray(i, jnp.int32)), 100)) for i in range(3)]
+    masks = masks_of_steps(forced, allowed, jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (len(forced), 3)))
+    steps = [np.asarray(bits(masks[:, i], 100)) for i in range(3)]
     mask = [0, 1, 2, 32, 33, 34, 64, 65, 66, 96, 97, 98]
     assert [[np.flatnonzero(row).tolist() for row in step] for step in steps] == [
         [mask, [64]],
