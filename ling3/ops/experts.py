@@ -122,6 +122,14 @@ def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> 
     return with_defaults
 
 
+def weighted(
+    weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
+) -> Float[Array, "tokens hidden"]:
+    """Each token's rows times their routing weights, summed in top-k order."""
+    rows = rows.reshape(*weights.shape, -1) * weights.astype(rows.dtype)[..., None]
+    return functools.reduce(jnp.add, (rows[:, j] for j in range(weights.shape[1])))
+
+
 def blocks_of_experts(
     x: Float[Array, "tokens hidden"],
     chosen: Int32[Array, "tokens top_k"],
@@ -133,6 +141,7 @@ def blocks_of_experts(
     times: Multiply = product,
     spread: Spread | None = None,
     read: rows_of.Read = rows_of.read,
+    weighted: Callable[[jax.Array, jax.Array], jax.Array] = weighted,
 ) -> Float[Array, "tokens hidden"]:
     """`RoutedExperts` computed for the chosen experts only, in float32 or wider.
 
@@ -240,14 +249,6 @@ def _gradient(
         dweights.reshape(weights.shape).astype(weights.dtype),
         *(total.astype(w.dtype) for total, w in zip(dstacks, stacks, strict=True)),
     )
-
-
-def weighted(
-    weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
-) -> Float[Array, "tokens hidden"]:
-    """Each token's rows times their routing weights, summed in top-k order."""
-    rows = rows.reshape(*weights.shape, -1) * weights.astype(rows.dtype)[..., None]
-    return functools.reduce(jnp.add, (rows[:, j] for j in range(weights.shape[1])))
 
 
 class Groups(NamedTuple):

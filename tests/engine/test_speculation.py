@@ -1,5 +1,6 @@
 """Speculation: answers keep their bits whatever is guessed, in every family that can go back behind a wrong guess."""
 
+import contextlib
 import dataclasses
 
 import equinox as eqx
@@ -101,13 +102,39 @@ def test_in_company(monkeypatch):
         model = open_ling3()
         plain = ling3.Engine(model, None, **CROWDED)
         expected = promised_answers(requests(), plain)
-        known = [
-            [*prompt, *tokens] for (prompt, _), own in zip(requests(), expected, strict=True) for tokens, *_ in own
-        ]
+        known = [[*prompt, *own[0]] for (prompt, _), each in zip(requests(), expected, strict=True) for own in each]
         engine = ling3.Engine(model, None, **{**CROWDED, "num_pages": 20}, speculation=partly_right(known))
         for _ in range(2):
             assert promised_answers(requests(), engine) == expected
         assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
+
+
+ROUNDS = 40
+"""Of 24 requests each; those of twelve models are 11,520."""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.optimized
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", [*LING3, *CASES, "nano"])
+def test_drawn_requests(name, monkeypatch):
+    """Thousands of requests of every kind, in company, with preemption and known prefixes; guesses of every quality."""
+    monkeypatch.setattr(sampling, "MANY", 0)
+    with contextlib.nullcontext() if name in CASES else installed():
+        model = ling3.load("nano", dtype=jnp.float32) if name == "nano" else None
+        model = model or (open_transformer(name) if name in CASES else open_ling3(LING3[name]))
+        known: list[list[int]] = []
+        plain = ling3.Engine(model, None, **CROWDED)
+        engine = ling3.Engine(model, None, **{**CROWDED, "num_pages": 20}, speculation=partly_right(known))
+        for seed in range(ROUNDS):
+            asked = requests(seed, min(96, model.config.vocab_size))
+            expected = promised_answers(asked, plain)
+            known[:] = [[*prompt, *own[0]] for (prompt, _), each in zip(asked, expected, strict=True) for own in each]
+            assert promised_answers(asked, engine) == expected, f"round {seed}"
+        assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
+        assert engine.stats().accepted_tokens > ROUNDS * 24
 
 
 def test_it_is_refused_where_bits_were_not_compared(monkeypatch):

@@ -1,4 +1,4 @@
-"""The kernel for a CPU takes rows out of an array by their indices, whatever the array holds."""
+"""The kernels for a CPU take rows out of an array by their indices, whatever it holds, and sum rows times weights."""
 
 import jax
 import jax.numpy as jnp
@@ -35,3 +35,21 @@ def test_few_bytes_and_no_rows_are_left_to_xla(monkeypatch):
         assert "the rows are empty" in kernel.unsuited(empty, rows)
     monkeypatch.setattr(kernel, "LEAST", 4 * 5 * 4 + 1)
     assert "less than 81 bytes" in kernel.unsuited(jnp.zeros((9, 5)), rows)
+
+
+# Below a task's bytes, and beside several tasks'; the last piece of a row fills no register.
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 1, 1), (5, 3, 33), (70, 8, 1_000)])
+def test_sums_are_rounded_product_by_product(tokens, top_k, hidden):
+    draw = np.random.default_rng(0).normal
+    weights, rows = (np.float32(draw(size=shape)) for shape in ((tokens, top_k), (tokens * top_k, hidden)))
+    found = jax.jit(lambda *args: kernel.weighted(*args) + 1)(jnp.asarray(weights), jnp.asarray(rows))
+    parts = weights[..., None] * rows.reshape(tokens, top_k, hidden)
+    expected = parts[:, 0]
+    for j in range(1, top_k):
+        expected = expected + parts[:, j]
+    np.testing.assert_array_equal(np.asarray(found), expected + np.float32(1))
+
+
+def test_other_dtypes_are_summed_by_xla():
+    weights, rows = jnp.ones((2, 2), jnp.float32), jnp.ones((4, 3), jnp.bfloat16)
+    assert kernel.weighted(weights, rows).tolist() == [[2] * 3] * 2

@@ -21,10 +21,10 @@ SETTINGS = {
 
 
 @functools.cache
-def requests():
+def requests(seed=0, vocab=TINY.vocab_size):
     """Prompts and how they are sampled, every kind of sampling among them. Half of the prompts begin alike."""
-    draw = np.random.default_rng(0)
-    found, common = [], draw.integers(3, TINY.vocab_size, size=96).tolist()
+    draw = np.random.default_rng(seed)
+    found, common = [], draw.integers(3, vocab, size=96).tolist()
     for i in range(24):
         params = ling3.SamplingParams(
             max_tokens=int(draw.integers(1, 49)),
@@ -42,7 +42,7 @@ def requests():
             seed=i,
             n=2 if i % 8 == 3 else 1,
         )
-        own = draw.integers(3, TINY.vocab_size, size=int(draw.integers(1, 97))).tolist()
+        own = draw.integers(3, vocab, size=int(draw.integers(1, 97))).tolist()
         shared = int(draw.integers(0, len(own))) * (i % 2)
         found.append((common[:shared] + own[shared:], params))
     return found

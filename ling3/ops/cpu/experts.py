@@ -5,8 +5,8 @@ from jaxtyping import Array, Float, Int32
 
 from ling3.ops.cpu import products
 from ling3.ops.cpu.matmul import arrays_of
-from ling3.ops.cpu.rows import read
-from ling3.ops.experts import Groups, blocks_of_experts, differentiated_as_dense, weighted
+from ling3.ops.cpu.rows import read, weighted
+from ling3.ops.experts import Groups, blocks_of_experts, differentiated_as_dense
 from ling3.ops.forms import runs
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.quantized import Quantized
@@ -15,6 +15,8 @@ from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 xla_experts = differentiated_as_dense(blocks_of_experts, read=read)
 """`experts.block_experts`, by XLA, with 16-bit and quantized weights read inside a branch (`cpu.rows.read`)."""
+loop_experts = differentiated_as_dense(blocks_of_experts, read=read, weighted=weighted)
+"""`xla_experts`, but that the sum over each token's experts is the C++ kernel's."""
 
 
 def unsuited(
@@ -58,7 +60,7 @@ def experts(
     """Computes `experts.block_experts` with the C++ kernels, where they suit."""
     count, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, chosen, *stacks)):
-        return xla_experts(x, chosen, weights, *stacks, swiglu, times, spread)
+        return loop_experts(x, chosen, weights, *stacks, swiglu, times, spread)
     groups = Groups.of(chosen if spread is None else spread.own(chosen, count), count)
     gate, up, down = (arrays_of(stack) for stack in stacks)
     rows = products.expert_rows(x, *groups, gate, up, down, swiglu)

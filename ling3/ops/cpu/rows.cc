@@ -1,4 +1,4 @@
-// Rows of an array by their indices, for `rows.py`.
+// Rows of an array by their indices, and sums of rows times weights, for `rows.py`.
 
 #include "lanes.h"
 
@@ -25,7 +25,32 @@ ffi::Error Take(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ro
   return ffi::Error::Success();
 }
 
+// Product by product and sum by sum, each rounded: within a program of XLA it would depend on what is fused with it.
+ffi::Error Weighted(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> rows,
+                    ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t tokens = weights.dimensions()[0], top_k = weights.dimensions()[1], width = out->dimensions()[1];
+  const int64_t each_task = std::max<int64_t>(1, PIECE / std::max<int64_t>(1, 4 * top_k * width));
+  each(pool, (tokens + each_task - 1) / each_task, [&](int64_t task) {
+    for (int64_t t = task * each_task; t < std::min(tokens, (task + 1) * each_task); t++) {
+      float* sum = out->typed_data() + t * width;
+      for (int64_t j = 0; j < top_k; j++) {
+        const float weight = weights.typed_data()[t * top_k + j];
+        const float* row = rows.typed_data() + (t * top_k + j) * width;
+        for (int64_t i = 0; i < width; i++) sum[i] = j ? sum[i] + weight * row[i] : weight * row[i];
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(weighted_rows, Weighted,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()      // weights
+                                  .Arg<ffi::Buffer<ffi::F32>>()      // rows
+                                  .Ret<ffi::Buffer<ffi::F32>>());    // out
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows, Take,
                               ffi::Ffi::Bind()

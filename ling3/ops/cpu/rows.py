@@ -1,4 +1,4 @@
-"""Gathering rows of an array by index on a CPU.
+"""Gathering rows of an array by index on a CPU, and summing rows times weights.
 
 XLA gathers number by number, at a tenth of the memory's speed, and also for out-of-range indices; a C++ kernel
 (`rows.cc`) copies only the rows in range.
@@ -11,8 +11,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
+from ling3.ops import experts
 from ling3.ops import rows as plain
 from ling3.ops.forms import runs
 from ling3.runtime import native
@@ -36,6 +37,21 @@ def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Sh
         return plain.take_rows(x, rows)
     shape = jax.ShapeDtypeStruct((rows.shape[0], *x.shape[1:]), x.dtype)
     return jax.ffi.ffi_call(native.target(SOURCE, "take_rows"), shape, vmap_method="sequential")(x, rows)
+
+
+def weighted(
+    weights: Float[Array, "tokens top_k"], rows: Float[Array, "tokens*top_k hidden"]
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts.weighted` with a C++ kernel, if there is a compiler and the rows are in float32.
+
+    Its bits depend on nothing else. XLA computes such a sum inside of the loops of what follows, and how it rounds
+    there differs from program to program.
+    """
+    if rows.dtype != jnp.float32 or native.missing(SOURCE) is not None:
+        return experts.weighted(weights, rows)
+    shape = jax.ShapeDtypeStruct((weights.shape[0], rows.shape[1]), rows.dtype)
+    call = jax.ffi.ffi_call(native.target(SOURCE, "weighted_rows"), shape, vmap_method="sequential")
+    return call(weights.astype(rows.dtype), rows)
 
 
 def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
