@@ -155,7 +155,9 @@ def main(
         if any(line["probe"] == name and own.items() <= line["recipe"].items() for line in stored(file)):
             continue
         print(f"{name} without {lacking}, seed {seed}", file=sys.stderr)
-        recipe = Recipe(**own, beginning=chosen.beginning, warmup=40, cycle=chosen.cycle, changes=chosen.changes)
+        recipe = Recipe(
+            **own, beginning=chosen.beginning, warmup=40, predictor=0, cycle=chosen.cycle, changes=chosen.changes
+        )
         with tempfile.TemporaryDirectory() as scratch:
             record = make(made := Path(scratch) / "probe", recipe, questions=200, every=max(1, own["steps"] // 4))
             names = [skill for skill in record["right"] if TEXTS[skill].longest <= 256]

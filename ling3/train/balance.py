@@ -66,7 +66,8 @@ _report.defvjp(_report_forward, _report_backward)
 
 def _routers(model: PyTree) -> list:
     """The routers that have a bias, wrapped or not."""
-    gates = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+    further = model.mtp if isinstance(model.mtp, tuple) else ()  # `tree_at` shows an empty tuple as a leaf
+    gates = [layer.mlp.gate for layer in (*model.model.layers, *further) if isinstance(layer.mlp, MoE)]
     return [gate for gate in gates if not isinstance(gate, Router) or gate.expert_bias is not None]
 
 

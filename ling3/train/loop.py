@@ -8,11 +8,13 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from ling3.execution import Execution
 from ling3.model import CausalLM
+from ling3.mtp import mtp_logits
 from ling3.runtime.progress import progress
 from ling3.train.balance import balanced, expert_biases, plain
 from ling3.train.fsdp import DIVISIBLE, Fsdp
@@ -47,6 +49,8 @@ class Optimization:
     clip: float = 1.0
     b2: float = 0.98
     bias_rate: float = 1e-3
+    part: Literal["decoder", "mtp"] = "decoder"
+    """What is trained: the decoder, or its multi-token-prediction layers, whose loss is `mtp_loss`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < self.steps:
@@ -59,7 +63,7 @@ class Optimization:
     def transformation(self, model: CausalLM) -> optax.GradientTransformation:
         """Applies `method` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`).
 
-        Multi-token-prediction layers stay as they are: the loss does not depend on them.
+        Multi-token-prediction layers, or with `part` "mtp" all but them, stay as they are.
         """
         rate, decay = self.schedule(), self.weight_decay
         if self.method == "muon":
@@ -80,7 +84,9 @@ class Optimization:
             jax.tree.map(lambda _: "weight", eqx.filter(model, eqx.is_inexact_array)),
             replace_fn=lambda _: "expert_bias",
         )
-        labels = dataclasses.replace(labels, mtp=jax.tree.map(lambda _: "fixed", labels.mtp))
+        still = jax.tree.map(lambda _: "fixed", labels)
+        one, other = (labels, still) if self.part == "decoder" else (still, labels)
+        labels = dataclasses.replace(one, mtp=other.mtp)
         biases, fixed = optax.sign_sgd(self.bias_rate), optax.set_to_zero()
         return optax.partition({"weight": weights, "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
@@ -123,13 +129,30 @@ def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None =
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def loss_and_gradient(model: CausalLM, batch: Batch, fsdp: Fsdp | None = None) -> tuple[Float[Scalar, ""], PyTree]:
-    """`next_token_loss` and its gradient; with `fsdp`, call it inside jit on a sharded model and batch."""
+def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
+    """-log p(token t + 2 | tokens up to t + 1) of the first multi-token-prediction layer, in nats.
+
+    It is the mean over tokens, weighted by the batch's weights. The decoder, and embedding and head, have no gradient.
+    """
+    fixed = jax.tree.map(lambda leaf: lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, model)
+    logits = mtp_logits(dataclasses.replace(fixed, mtp=model.mtp), batch.tokens, execution)[:, :-1]
+    losses, weights = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 2:]), batch.weights[:, 2:]
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {"decoder": next_token_loss, "mtp": mtp_loss}
+
+
+def loss_and_gradient(
+    model: CausalLM, batch: Batch, fsdp: Fsdp | None = None, part: str = "decoder"
+) -> tuple[Float[Scalar, ""], PyTree]:
+    """The part's loss and its gradient; with `fsdp`, call it inside jit on a sharded model and batch."""
+    loss_of = LOSSES[part]
     if fsdp is None:
-        return eqx.filter_value_and_grad(next_token_loss)(model, batch)
+        return eqx.filter_value_and_grad(loss_of)(model, batch)
 
     def on_mesh(model: CausalLM) -> Float[Scalar, ""]:
-        return next_token_loss(fsdp.gathering(model), batch, DIVISIBLE)
+        return loss_of(fsdp.gathering(model), batch, DIVISIBLE)
 
     loss, gradient = eqx.filter_value_and_grad(on_mesh)(model)
     return loss, fsdp.settled(gradient)
@@ -137,10 +160,10 @@ def loss_and_gradient(model: CausalLM, batch: Batch, fsdp: Fsdp | None = None) -
 
 @eqx.filter_jit(donate="all-except-first")
 def _step(
-    fixed: tuple[optax.GradientTransformation, Batch, Fsdp | None], model: CausalLM, state: PyTree
+    fixed: tuple[optax.GradientTransformation, Batch, Fsdp | None, str], model: CausalLM, state: PyTree
 ) -> tuple[CausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
-    optimizer, batch, fsdp = fixed
-    loss, gradient = loss_and_gradient(model, batch, fsdp)
+    optimizer, batch, fsdp, part = fixed
+    loss, gradient = loss_and_gradient(model, batch, fsdp, part)
     loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
         updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
@@ -190,7 +213,7 @@ def train(
             if batch is None:
                 raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
             batch = batch if fsdp is None else fsdp.rows(batch)
-            model, state, loss, imbalance = _step((optimizer, batch, fsdp), model, state)
+            model, state, loss, imbalance = _step((optimizer, batch, fsdp, optimization.part), model, state)
             losses.append(loss)
             tokens += batch.tokens.size
             if step % every == 0 or step == optimization.steps:

@@ -137,7 +137,7 @@ def test_states_forget_at_first_by_the_same_rates_whatever_the_bound(without, to
 def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
     cycle = (BatchShape(2, 128, {"recall": 0.5, "facts": 0.5}),)
     out = tmp_path / "made"
-    main(out, Recipe(steps=2, warmup=1, beginning=1, cycle=cycle, changes=TINY), questions=8, every=1)
+    main(out, Recipe(steps=2, warmup=1, beginning=1, predictor=2, cycle=cycle, changes=TINY), questions=8, every=1)
     record = json.loads((out / "training.json").read_text())
     assert [point["step"] for point in record["curve"]] == [1, 2, 3]
     assert [point["tokens"] for point in record["curve"]] == [3072, 3328, 3584]
@@ -148,6 +148,8 @@ def test_two_steps_write_a_checkpoint_a_record_and_a_curve(tmp_path, capsys):
     assert model.lm_head.weight.dtype == jnp.bfloat16
     assert model.model.norm.weight.dtype == jnp.float32
     assert record["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert [point["step"] for point in record["predictor"]] == [2]
+    assert len(ling3.load(out, mtp=True).mtp) == 1
     assert ling3.load_tokenizer(out).eos_token_ids == (0, 1)
 
 

@@ -1,5 +1,6 @@
 """Training: the loop learns, repeats itself, and balances the experts; the recipe's data is what it says."""
 
+import dataclasses
 import itertools
 import re
 
@@ -14,6 +15,7 @@ import ling3
 from ling3.layers.moe import MoE
 from ling3.train import Batch, Optimization, balanced, excess_load, next_token_loss, plain, train
 from ling3.train.balance import expert_biases
+from ling3.train.loop import mtp_loss
 from ling3.train.nano.drills import drills, single_steps
 from ling3.train.nano.mixture import corpus, encoded
 from ling3.train.nano.problems import Problem, Step
@@ -81,6 +83,23 @@ def test_a_few_steps_learn_and_repeat(method):
     again, curve_again = run()
     assert [point.loss for point in curve_again] == [point.loss for point in curve]
     assert same(again, model)
+
+
+def test_the_layer_that_predicts_a_token_more_learns_and_the_model_stays():
+    curve = []
+    model = ling3.init(dataclasses.replace(CONFIG, num_nextn_predict_layers=1), key=jax.random.key(0), mtp=True)
+    settings = Optimization(40, learning_rate=1e-2, warmup=4, part="mtp")
+    trained = train(model, counting_batches(), settings, every=10, report=lambda point, _: curve.append(point))
+    assert same(dataclasses.replace(trained, mtp=()), dataclasses.replace(model, mtp=()))
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), trained.mtp, model.mtp)
+    assert jax.tree.all(changed) and curve[-1].loss < 0.5 * curve[0].loss
+    batch = next(counting_batches(1))
+    logits = np.asarray(ling3.mtp_logits(trained, batch.tokens), np.float64)[:, :-1]
+    chances = np.take_along_axis(logits, np.asarray(batch.tokens)[:, 2:, None], -1)[..., 0]
+    loss = np.mean(np.log(np.sum(np.exp(logits), -1)) - chances)
+    assert float(mtp_loss(trained, batch)) == pytest.approx(loss, rel=1e-5)
+    again = train(trained, counting_batches(), Optimization(2, warmup=1))
+    assert same(again.mtp, trained.mtp) and not same(again.model, trained.model)
 
 
 def test_the_loss_counts_weighted_targets_alone():

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from ling3.checkpoint import load
 from ling3.checkpoint.saving import save
 from ling3.families import init
+from ling3.families.ling3 import with_mtp_layers
 from ling3.families.ling3_config import Ling3Config
 from ling3.layers.kda import KDA, bias_of_rate
 from ling3.layers.linear import Linear
@@ -92,6 +93,8 @@ class Recipe:
     beginning: int = 800
     """Steps of a separate first training, on `first`, whose learning rate decays to zero."""
     beginning_rate: float = 0.012
+    predictor: int = 2000
+    """Steps of a last training, in which the model stays as it is, of the multi-token-prediction layer; 0 for none."""
     first: Annotated[BatchShape, tyro.conf.Fixed] = BEGINNING
     quiet: bool = True
     """Whether to start from `quieted` weights."""
@@ -201,8 +204,20 @@ def shares_right(model: CausalLM, tokenizer: Any, names: list[str], count: int) 
 
 def as_stored(model: CausalLM) -> CausalLM:
     """The model in the dtypes of `init` for bfloat16: bfloat16 matrices, float32 norms and the like."""
-    stored = eqx.filter_eval_shape(init, model.config, key=jax.random.key(0), dtype=jnp.bfloat16)
+    like = functools.partial(init, mtp=bool(model.mtp), dtype=jnp.bfloat16)
+    stored = eqx.filter_eval_shape(like, model.config, key=jax.random.key(0))
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), model, stored)
+
+
+def predicting(
+    model: CausalLM, tokenizer: Tokenizer, recipe: Recipe, report: Callable[[Progress, CausalLM], None]
+) -> CausalLM:
+    """The model with a multi-token-prediction layer, trained on the skills' texts; the model's own weights stay."""
+    whole = init(with_mtp_layers(model.config, 1), key=jax.random.key(recipe.seed), mtp=True)
+    whole = dataclasses.replace(whole, model=model.model, lm_head=model.lm_head)
+    optimization, cycle = recipe.trainings()[-1]
+    optimization = dataclasses.replace(optimization, steps=recipe.predictor, part="mtp")
+    return train(whole, batches(tokenizer, cycle, recipe.seed + 11), optimization, every=100, report=report)
 
 
 def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> dict[str, Any]:
@@ -237,12 +252,19 @@ def make(out: Path, recipe: Recipe, questions: int = 500, every: int = 200) -> d
         if point["step"] % 1000 == 0 or point["step"] in ends:
             write(model)
 
+    def report_predictor(progress: Progress, _: CausalLM) -> None:
+        record["predictor"] = [*record.get("predictor", []), dataclasses.asdict(progress)]
+        print(f"step {progress.step} of the predictor: loss {progress.loss:.4f}", file=sys.stderr)
+
     *_, total = ends = list(itertools.accumulate(optimization.steps for optimization, _ in recipe.trainings()))
     for optimization, cycle in recipe.trainings():
         last = record["curve"][-1] if record["curve"] else {}
         before = {name: last.get(name, 0) for name in ("step", "tokens", "seconds")}
         texts = batches(trained, cycle, recipe.seed + 1)
         model = train(model, texts, optimization, every=every, report=functools.partial(report, before))
+    if recipe.predictor:
+        model = predicting(load(out, dtype=jnp.float32), trained, recipe, report_predictor)
+        write(model)
     record["minutes"] = round((time.monotonic() - start) / 60, 1)
     record["right"] = shares_right(load(out), tokenizer, names, questions)
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
