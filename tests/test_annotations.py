@@ -291,7 +291,7 @@ def verification(module):
     rows = Rows(jnp.arange(BATCH, dtype=jnp.int32), span(SEQ).table)
     for mtp in (False, True):
         drafts = module.Drafts(jnp.zeros((BATCH, 7), jnp.int32), none, none, 3, mtp)
-        allowed = module.Allowed(
+        allowed = module.AllowedTokens(
             jnp.full((BATCH, 4), -1, jnp.int32), jnp.ones((BATCH, words(TINY.vocab_size)), jnp.uint32)
         )
         module.verified(module.Passes(real, rows, WHOLE.length, drafts, allowed, IN_TURN), own)

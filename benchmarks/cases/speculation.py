@@ -10,10 +10,11 @@ import numpy as np
 import ling3
 from benchmarks.cases.engine import seconds
 from benchmarks.cases.formats import quantized
-from benchmarks.models import FOUR_LAYERS, TOY
+from benchmarks.models import FOUR_LAYERS, INT4_TINY, TOY, checkpoint
 from benchmarks.oracles import is_peer
-from benchmarks.registry import Setting, Side, Trial, Wrong, case
-from ling3.engine.speculation import Draft
+from benchmarks.registry import Absent, Setting, Side, Trial, Wrong, case
+from ling3.engine.speculation import Draft, check_drafts
+from ling3.execution import Execution
 
 SEQUENCES = (1, 4, 16)
 """How many requests run at once."""
@@ -33,7 +34,11 @@ class _Work:
     temperature: float
 
     def engine(self, setting: Setting, **speculation: Any) -> ling3.Engine:
-        """A warmed-up engine, without a prefix cache, since rounds repeat the prompts."""
+        """A warmed-up engine, without a prefix cache, since rounds repeat the prompts. Raises Absent if refused."""
+        try:
+            check_drafts(self.model, Execution.default(), mtp=False)
+        except ValueError as error:
+            raise Absent(str(error)) from None
         fewer = {"chunked_prefill_size": 32, "token_paddings": (32,)}
         sizes = {"max_model_len": len(self.prompt) + self.tokens, "max_running_requests": max(SEQUENCES)}
         own = ling3.Engine(self.model, prefix_cache=False, **sizes, **setting.size(full={}, toy=fewer), **speculation)
@@ -80,17 +85,19 @@ def _of_nano(setting: Setting, count: int, temperature: float) -> Trial:
     return work.trial(setting, {"lookup": "lookup"}, work.answers(plain), plain)
 
 
-def _of_four_layers(setting: Setting, count: int) -> Trial:
-    """Guesses that are right with a known chance, since a random model's text has nothing to look up."""
-    directory = quantized(setting.size(full=FOUR_LAYERS, toy=TOY), setting.scratch, "int4")
-    model = setting.keep("four layers in INT4", lambda: ling3.load(directory))
+def _of_random(setting: Setting, count: int, config: ling3.Ling3Config, chances: Sequence[float]) -> Trial:
+    """Guesses that are right with a known chance, since a random model's text has nothing to look up, in INT4."""
+    toy = dataclasses.replace(TOY, kv_lora_rank=32, num_attention_heads=4, head_dim=32)
+    config = setting.size(full=config, toy=toy)
+    stored = config.quantization_config is not None
+    directory = checkpoint(config, setting.scratch) if stored else quantized(config, setting.scratch, "int4")
+    model = setting.keep(f"{config.num_hidden_layers} layers in INT4", lambda: ling3.load(directory))
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, setting.size(full=64, toy=16)).tolist()
     work = _Work(model, prompt, count, setting.size(full=96, toy=16), 1.0)
     plain = work.engine(setting)
     expected = work.answers(plain)
     whole = [[*prompt, *tokens] for tokens, _ in expected]
-    guesses = {f"{chance:.0%} right": _knowing(whole, chance) for chance in (1.0, 0.8, 0.6, 0.0)}
-    return work.trial(setting, guesses, expected, plain)
+    return work.trial(setting, {f"{p:.0%} right": _knowing(whole, p) for p in chances}, expected, plain)
 
 
 def _knowing(whole: Sequence[Sequence[int]], chance: float) -> Callable[[Sequence[int]], Sequence[int]]:
@@ -114,7 +121,10 @@ def _register(count: int) -> None:
     )
     case(
         f"speculation/four-layers-{count}", f"Known guesses for {one} of four layers at full width in INT4.", rounds=3
-    )(lambda setting: _of_four_layers(setting, count))
+    )(lambda setting: _of_random(setting, count, FOUR_LAYERS, (1.0, 0.8, 0.6, 0.0)))
+    case(f"speculation/whole-{count}", f"Known guesses for {one} of all of Ling-3.0-tiny in INT4.", rounds=2)(
+        lambda setting: _of_random(setting, count, INT4_TINY, (1.0, 0.6))
+    )
 
 
 for _count in SEQUENCES:

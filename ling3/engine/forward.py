@@ -26,7 +26,7 @@ from ling3.engine.masks import masks_of_steps
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Choice, choose_active, scored
 from ling3.engine.settings import DECODE_STEPS
-from ling3.engine.verification import Allowed, Drafts, Passes, Verified, verified
+from ling3.engine.verification import AllowedTokens, Drafts, Passes, Verified, verified
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder
 from ling3.mesh.placement import everyones
@@ -175,7 +175,7 @@ def _decode(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> 
 
 def _verify(model: CausalLM, batch: Batch, pool: Pool, execution: Execution) -> tuple[Verified, Pool]:
     assert batch.drafts is not None, "decoded without drafts"
-    allowed = None if batch.masks is None else Allowed(jnp.asarray(batch.tokens), jnp.asarray(batch.masks))
+    allowed = None if batch.masks is None else AllowedTokens(jnp.asarray(batch.tokens), jnp.asarray(batch.masks))
     passes = Passes(model, batch.rows, jnp.asarray(batch.lengths), batch.drafts, allowed, execution)
     return verified(passes, pool)
 

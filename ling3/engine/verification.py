@@ -51,7 +51,7 @@ class Verified(eqx.Module):
     following: Int32[AnyArray, "rows each"]  # drafts of the tokens after the row's last; -1 for none
 
 
-class Allowed(eqx.Module):
+class AllowedTokens(eqx.Module):
     """The tokens that a grammar allows: those it forces, one for each step, and then those of the mask."""
 
     forced: Int32[Array, "rows steps"]
@@ -90,7 +90,7 @@ class Passes:
     rows: Rows
     lengths: Int32[Array, " rows"]
     drafts: Drafts
-    allowed: Allowed | None
+    allowed: AllowedTokens | None
     execution: Execution
 
     def active(self, i: Int32[Array, ""], progress: PassProgress, view: Pool) -> Bool[Array, " rows"]:

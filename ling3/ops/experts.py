@@ -148,10 +148,8 @@ def blocks_of_experts(
     Rows are sorted by expert and split into blocks of one expert each. A loop over the blocks reads each block's
     expert; where most experts have a block, the loop is over rounds instead: a round computes the next block of every
     expert at once and reads the weights in place. Both compute a block the same way, so the choice does not change the
-    result bitwise. Quantized experts are decoded block by block, never all at once.
-
-    An out-of-range index in `chosen` means no expert and costs nothing. Every token's results are summed in top-k
-    order, independently of the other tokens.
+    result bitwise. Quantized experts are decoded block by block, never all at once. An out-of-range index in `chosen`
+    means no expert and costs nothing. Every token's results are summed in top-k order, whatever the other tokens are.
     """
     tokens, top_k = chosen.shape
     experts, dtype = gate_proj.shape[0], wide(x.dtype)

@@ -41,6 +41,11 @@ PARAMS = [
 ]
 
 
+def whole_programs(test):
+    """Marks a test of last bits as one of programs with all optimizations, which decide how XLA rounds."""
+    return pytest.mark.slow(pytest.mark.optimized(test))
+
+
 @pytest.fixture
 def always(monkeypatch):
     """Guesses are checked whether that pays or not."""
@@ -74,6 +79,7 @@ def bits_are_kept(model):
     assert answers(model, speculation="lookup")[0] == expected
 
 
+@whole_programs
 @needs_compiler
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", exhaustively(LING3, but=["tiny"]))
@@ -113,10 +119,9 @@ ROUNDS = 40
 """Of 24 requests each; those of twelve models are 11,520."""
 
 
+@whole_programs
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.optimized
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", [*LING3, *CASES, "nano"])
 def test_drawn_requests(name, monkeypatch):
@@ -151,6 +156,7 @@ def test_programs_without_drafts_are_refused():
         ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, programs=programs, speculation="lookup")
 
 
+@whole_programs
 @pytest.mark.usefixtures("always")
 def test_on_a_mesh():
     """Slots and heads are shared out to four devices, and each group of devices checks the guesses of its sequences."""
@@ -165,6 +171,7 @@ def test_without_kdas_kernel_it_is_refused():
         ling3.Engine(open_ling3(), None, **SETTINGS, speculation="lookup")
 
 
+@whole_programs
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", exhaustively(CASES, but=["mistral"]))
 def test_transformers_keep_their_bits(name):
@@ -289,6 +296,7 @@ def by_whole_sequences(model, tokens, length):
     return jnp.stack(found)
 
 
+@whole_programs
 @needs_compiler
 @pytest.mark.usefixtures("always")
 def test_the_models_own_layer_guesses(monkeypatch):
@@ -342,6 +350,7 @@ def whole(output):
     return [(each.text, *answer(each)) for each in output.outputs]
 
 
+@whole_programs
 @needs_compiler
 @pytest.mark.usefixtures("always")
 def test_beside_every_other_feature():
