@@ -1,5 +1,6 @@
 """Multi-token prediction: layers after the decoder's that predict tokens beyond the next one."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import equinox as eqx
@@ -76,26 +77,34 @@ def mtp_logits(
             f"that is predicted follows {2 + layer} others"
         )
     execution = Execution.default() if execution is None else execution
-    predict = lambda part, tokens: part.logits(_predicted(part, tokens, layer, execution), execution)  # noqa: E731
+
+    def predict(part: CausalLM, tokens: Int[Array, "batch seq"]) -> Float32[Array, "batch predicted vocab"]:
+        *_, hidden = hidden_ahead(part, tokens, part.mtp[: layer + 1], execution)
+        return part.logits(hidden, execution)
+
     if not isinstance(model, Sharded):
         return predict(model, tokens)
     where = PartitionSpec(model.placement.rows(batch))
     return model.placement.run(predict, (tokens,), (where,), where, model.part)
 
 
-def _predicted(
-    model: CausalLM, tokens: Int[Array, "batch seq"], layer: int, execution: Execution
-) -> Float[Array, "batch predicted hidden"]:
-    """The normed hidden states of multi-token-prediction layer `layer`."""
+def hidden_ahead(
+    model: CausalLM, tokens: Int[Array, "batch seq"], layers: Sequence[MTP], execution: Execution
+) -> Iterator[Float[Array, "batch predicted hidden"]]:
+    """The normed hidden states of multi-token-prediction layers, each of which takes those of the one before it.
+
+    Those of layer i at index t are behind token t + 1 + i, and predict the next. One layer may stand there several
+    times, as in the engine, where it takes its own.
+    """
     batch, seq = tokens.shape
     whole = Span.whole(batch, seq, execution)
     hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), whole)
-    for i, own in enumerate(model.mtp[: layer + 1]):
+    for i, own in enumerate(layers):
         start = jnp.full(batch, i + 1, jnp.int32)
         span = Span(start, whole.length - start, None, execution, tokens=tokens[:, i + 1 :])
         with jax.named_scope(f"mtp.{i}"):
             hidden, _ = predicted(model, own, hidden[:, :-1], None, span)
-    return hidden
+        yield hidden
 
 
 def predicted(

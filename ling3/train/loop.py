@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from ling3.execution import Execution
 from ling3.model import CausalLM
-from ling3.mtp import mtp_logits
+from ling3.mtp import hidden_ahead
 from ling3.runtime.progress import progress
 from ling3.train.balance import balanced, expert_biases, plain
 from ling3.train.fsdp import DIVISIBLE, Fsdp
@@ -129,15 +129,27 @@ def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None =
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
-    """-log p(token t + 2 | tokens up to t + 1) of the first multi-token-prediction layer, in nats.
+DRAFTS = 3
+"""The number of tokens that a multi-token-prediction layer learns to predict in a row, each from its own state."""
 
-    It is the mean over tokens, weighted by the batch's weights. The decoder, and embedding and head, have no gradient.
+
+def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
+    """-log p(token t + 1 + i | tokens up to t + i) of the first multi-token-prediction layer, in nats, i = 1 to DRAFTS.
+
+    The layer takes its own hidden states beyond i = 1, as where it drafts. It is the mean over i and tokens, weighted
+    by the batch's weights. The decoder, and embedding and head, have no gradient.
     """
+    execution = Execution.default() if execution is None else execution
     fixed = jax.tree.map(lambda leaf: lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, model)
-    logits = mtp_logits(dataclasses.replace(fixed, mtp=model.mtp), batch.tokens, execution)[:, :-1]
-    losses, weights = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 2:]), batch.weights[:, 2:]
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+    losses = []
+    for i, hidden in enumerate(hidden_ahead(fixed, batch.tokens, model.mtp[:1] * DRAFTS, execution), 2):
+        logits = fixed.logits(hidden[:, :-1], execution)
+        own, weights = (
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, i:]),
+            batch.weights[:, i:],
+        )
+        losses.append(jnp.sum(own * weights) / jnp.maximum(jnp.sum(weights), 1.0))
+    return jnp.mean(jnp.stack(losses))
 
 
 LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {"decoder": next_token_loss, "mtp": mtp_loss}

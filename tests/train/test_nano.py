@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,17 @@ def test_it_answers_held_out_texts_of_its_skills_as_its_record_says(model, token
     for name, share in shares_right(model, tokenizer, short, 64).items():
         before = record["curve"][-1]["right"][name]  # to the same texts, in float32
         assert share == pytest.approx(before, abs=3 / 64), name
+
+
+@pytest.mark.slow
+def test_its_layer_that_predicts_a_token_more_guesses_most_tokens_of_answers(tokenizer):
+    model = ling3.load("nano", dtype=jnp.float32, mtp=True)
+    right = []
+    for text in SKILLS["problems"].exam(16):
+        prompt, answer = tokenizer.encode(text.prompt), tokenizer.encode(text.answer)
+        guesses = ling3.mtp_logits(model, jnp.asarray([[*prompt, *answer, *[0] * (128 - len(prompt + answer))]]))[0]
+        right += [int(guesses[len(prompt) + i - 2].argmax()) == token for i, token in enumerate(answer)]
+    assert np.mean(right) > 0.9
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ class Recipe:
     beginning: int = 800
     """Steps of a separate first training, on `first`, whose learning rate decays to zero."""
     beginning_rate: float = 0.012
-    predictor: int = 2000
+    predictor: int = 1200
     """Steps of a last training, in which the model stays as it is, of the multi-token-prediction layer; 0 for none."""
     first: Annotated[BatchShape, tyro.conf.Fixed] = BEGINNING
     quiet: bool = True
