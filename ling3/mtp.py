@@ -1,6 +1,6 @@
 """Multi-token prediction: layers after the decoder's that predict tokens beyond the next one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import equinox as eqx
@@ -78,9 +78,8 @@ def mtp_logits(
         )
     execution = Execution.default() if execution is None else execution
 
-    def predict(part: CausalLM, tokens: Int[Array, "batch seq"]) -> Float32[Array, "batch predicted vocab"]:
-        *_, hidden = hidden_ahead(part, tokens, part.mtp[: layer + 1], execution)
-        return part.logits(hidden, execution)
+    def predict(part, tokens):
+        return part.logits(hidden_ahead(part, tokens, part.mtp[: layer + 1], execution)[layer], execution)
 
     if not isinstance(model, Sharded):
         return predict(model, tokens)
@@ -90,7 +89,7 @@ def mtp_logits(
 
 def hidden_ahead(
     model: CausalLM, tokens: Int[Array, "batch seq"], layers: Sequence[MTP], execution: Execution
-) -> Iterator[Float[Array, "batch predicted hidden"]]:
+) -> list[Float[Array, "batch _ hidden"]]:
     """The normed hidden states of multi-token-prediction layers, each of which takes those of the one before it.
 
     Those of layer i at index t are behind token t + 1 + i, and predict the next. One layer may stand there several
@@ -99,12 +98,14 @@ def hidden_ahead(
     batch, seq = tokens.shape
     whole = Span.whole(batch, seq, execution)
     hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), whole)
+    found = []
     for i, own in enumerate(layers):
         start = jnp.full(batch, i + 1, jnp.int32)
         span = Span(start, whole.length - start, None, execution, tokens=tokens[:, i + 1 :])
         with jax.named_scope(f"mtp.{i}"):
             hidden, _ = predicted(model, own, hidden[:, :-1], None, span)
-        yield hidden
+        found.append(hidden)
+    return found
 
 
 def predicted(

@@ -88,16 +88,19 @@ def test_a_few_steps_learn_and_repeat(method):
 def test_the_layer_that_predicts_a_token_more_learns_and_the_model_stays():
     curve = []
     model = ling3.init(dataclasses.replace(CONFIG, num_nextn_predict_layers=1), key=jax.random.key(0), mtp=True)
-    settings = Optimization(40, learning_rate=1e-2, warmup=4, part="mtp")
+    settings = Optimization(60, learning_rate=1e-2, warmup=4, part="mtp")
     trained = train(model, counting_batches(), settings, every=10, report=lambda point, _: curve.append(point))
     assert same(dataclasses.replace(trained, mtp=()), dataclasses.replace(model, mtp=()))
     changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), trained.mtp, model.mtp)
     assert jax.tree.all(changed) and curve[-1].loss < 0.5 * curve[0].loss
-    batch = next(counting_batches(1))
-    logits = np.asarray(ling3.mtp_logits(trained, batch.tokens), np.float64)[:, :-1]
-    chances = np.take_along_axis(logits, np.asarray(batch.tokens)[:, 2:, None], -1)[..., 0]
-    loss = np.mean(np.log(np.sum(np.exp(logits), -1)) - chances)
-    assert float(mtp_loss(trained, batch)) == pytest.approx(loss, rel=1e-5)
+    batch, losses = next(counting_batches(1)), []
+    config = dataclasses.replace(trained.config, num_nextn_predict_layers=3)
+    thrice = dataclasses.replace(trained, mtp=trained.mtp * 3, config=config)
+    for i in range(3):  # the layer takes its own hidden states
+        logits = np.asarray(ling3.mtp_logits(thrice, batch.tokens, layer=i), np.float64)[:, :-1]
+        chosen = np.take_along_axis(logits, np.asarray(batch.tokens)[:, 2 + i :, None], -1)[..., 0]
+        losses.append(np.mean(np.log(np.sum(np.exp(logits), -1)) - chosen))
+    assert float(mtp_loss(trained, batch)) == pytest.approx(np.mean(losses), rel=1e-5)
     again = train(trained, counting_batches(), Optimization(2, warmup=1))
     assert same(again.mtp, trained.mtp) and not same(again.model, trained.model)
 
