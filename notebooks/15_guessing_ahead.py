@@ -40,7 +40,7 @@ from ling3.train.nano.skills import SKILLS
 plots.use()
 model, tok = ling3.load("nano", dtype=jnp.float32, mtp=True), ling3.load_tokenizer("nano")
 size = sum(leaf.size for leaf in jax.tree.leaves(model.mtp))
-print(f"the model: {model.parameters - size:,} parameters; its layer that predicts one token more: {size:,}")
+print(f"the model: {model.parameters - size:,} parameters; the layer after it: {size:,}")
 
 # %% [markdown]
 # ## Where guesses come from
@@ -72,7 +72,7 @@ answers = {name: outputs[i * COUNT : (i + 1) * COUNT] for i, name in enumerate(n
 
 
 def ahead(ids):
-    """The layer's guess of each token from the third on, in one call; padded, so that few lengths are compiled."""
+    """The layer's guesses from the third token on; padded, for few compiled lengths."""
     padded = ids + [0] * (-len(ids) % 256)
     return np.argmax(ling3.mtp_logits(model, jnp.asarray([padded]))[0], axis=-1)[: len(ids) - 2]
 
@@ -88,7 +88,8 @@ for name in names:
             found = lookup(ids[:t])
             right["lookup"].append(bool(found) and found[0] == ids[t])
     rows.append([np.mean(right["mtp"]), np.mean(right["lookup"])])
-    print(f"{name:10} MTP {rows[-1][0]:4.0%}, lookup {rows[-1][1]:4.0%} of {len(right['mtp']):,} tokens")
+    own, found = rows[-1]
+    print(f"{name:10} MTP {own:4.0%}, lookup {found:4.0%} of {len(right['mtp']):,} tokens")
 
 # %%
 figure, axes = plt.subplots()
@@ -133,7 +134,7 @@ def goes_on(cache, tokens=40):
 
 
 def only(kind):
-    """The states after the wrong guesses for one kind of layer, those before them for the other."""
+    """The states after the guesses for one kind of layer, before them for the other."""
     both = zip(misled.layers, cache.layers, strict=True)
     return Cache(
         tuple(late if isinstance(late, KDAState) == (kind == "KDA") else early for late, early in both),
@@ -168,7 +169,8 @@ for way in ("lookup", "mtp"):
     got = guessing.generate(questions, params)
     assert [(a.outputs[0].token_ids, a.outputs[0].logprobs) for a in got] == expected
     stats = guessing.stats()
-    print(f"{way}: {stats.accepted_tokens} of {stats.drafted_tokens} guesses right; every bit as without")
+    told = f"{stats.accepted_tokens} of {stats.drafted_tokens} guesses right"
+    print(f"{way}: {told}; every bit as without")
 
 # %% [markdown]
 # ## When it pays
@@ -232,7 +234,8 @@ for way in (None, "lookup", "mtp"):
             made += len(one.generate([ids], greedy)[0].outputs[0].token_ids)
         rate, after = made / (time.perf_counter() - start), one.stats()
         right = after.accepted_tokens - before.accepted_tokens
-        told.append(f"{name} {rate:4.0f} tokens/s, {right} of {after.drafted_tokens - before.drafted_tokens} right")
+        drafted = after.drafted_tokens - before.drafted_tokens
+        told.append(f"{name} {rate:4.0f} tokens/s, {right} of {drafted} right")
     print(f"{way or 'no guesses':10}", "; ".join(told))
 
 # %% [markdown]
