@@ -96,7 +96,7 @@ figure, axes = plt.subplots()
 places = np.arange(len(names))
 for i, (label, colour) in enumerate((("MTP", plots.BLUE), ("lookup", plots.ORANGE))):
     axes.bar(places + 0.4 * i - 0.2, [row[i] for row in rows], 0.38, color=colour, hatch=plots.HATCHES[i], label=label)
-axes.set(xticks=places, ylabel="tokens guessed right", ylim=(0, 1.05), title="The next token, guessed before the step")
+axes.set(xticks=places, ylabel="tokens guessed right", ylim=(0, 1.25), title="The next token, guessed before the step")
 axes.set_xticklabels(names, rotation=30, ha="right")
 axes.legend(loc="upper right")
 plt.show()
