@@ -115,8 +115,8 @@ def test_in_company(monkeypatch):
         assert engine.stats().preemptions > 0 and engine.stats().cached_tokens > 0
 
 
-ROUNDS = 40
-"""Of 24 requests each; those of twelve models are 11,520."""
+ROUNDS = 48
+"""Of 24 requests each; those of nine models are 10,368."""
 
 
 @whole_programs
