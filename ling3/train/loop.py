@@ -50,7 +50,7 @@ class Optimization:
     b2: float = 0.98
     bias_rate: float = 1e-3
     part: Literal["decoder", "mtp"] = "decoder"
-    """What is trained: the decoder, or its multi-token-prediction layers, whose loss is `mtp_loss`."""
+    """The trained part: the decoder, or the model's only multi-token-prediction layer, whose loss is `mtp_loss`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < self.steps:
@@ -153,6 +153,7 @@ def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) 
 
 
 LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {"decoder": next_token_loss, "mtp": mtp_loss}
+"""The loss with which each part of a model is trained."""
 
 
 def loss_and_gradient(
@@ -209,10 +210,15 @@ def train(
     The result is sharded too; `save` and `ling3.mesh.place` accept it.
 
     On a terminal a bar shows the steps and the loss. `report` is called every `every` steps and after the last, with a
-    `Progress` and the current model, whose buffers the next step donates. Each new batch shape compiles a step. Raises
-    ValueError if `batches` runs out or the devices do not divide the rows of one, and FloatingPointError if the loss is
-    not finite at a report.
+    `Progress` and the current model, whose buffers the next step donates. Each new batch shape compiles a step.
+    Raises ValueError if `batches` runs out, the devices do not divide the rows of one, or the part "mtp" is not one
+    layer, and FloatingPointError if the loss is not finite at a report.
     """
+    if optimization.part == "mtp" and len(model.mtp) != 1:
+        raise ValueError(
+            f"part is 'mtp', and the model has {len(model.mtp)} multi-token-prediction layers, expected 1: load or "
+            "initialize it with mtp=True"
+        )
     fsdp, origin = None if mesh is None else Fsdp(mesh), model.origin
     # A copy, because the steps donate their arguments.
     model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))

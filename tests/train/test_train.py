@@ -101,6 +101,8 @@ def test_the_layer_that_predicts_a_token_more_learns_and_the_model_stays():
         chosen = np.take_along_axis(logits, np.asarray(batch.tokens)[:, 2 + i :, None], -1)[..., 0]
         losses.append(np.mean(np.log(np.sum(np.exp(logits), -1)) - chosen))
     assert float(mtp_loss(trained, batch)) == pytest.approx(np.mean(losses), rel=1e-5)
+    with pytest.raises(ValueError, match="part is 'mtp', and the model has 0 multi-token-prediction layers"):
+        train(fresh(), counting_batches(), settings)
     again = train(trained, counting_batches(), Optimization(2, warmup=1))
     assert same(again.mtp, trained.mtp) and not same(again.model, trained.model)
 
