@@ -22,7 +22,7 @@ in `engine/scheduler.py`, a sequence and its text in `engine/request.py`, thread
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ling3 import checkpoint
@@ -41,6 +41,7 @@ from ling3.engine.requests import QueueFull, Requests
 from ling3.engine.runner import Runner
 from ling3.engine.settings import EngineSettings, changed
 from ling3.engine.shapes import settle, smallest
+from ling3.engine.speculation import Speculation
 from ling3.engine.speculator import Speculator
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -73,6 +74,7 @@ class Loop(Requests):
         self._admit()
         extended = self._extend()
         synchronous, others = self._decode()
+        self._foresee()
         now, later = [], [*extended, *others]
         if synchronous:  # read in this turn, and the calls that were dispatched before them first
             now, later = [*extended, *synchronous], others
@@ -195,8 +197,8 @@ class Loop(Requests):
         ready = [each for each in running if each.decoding and each.left > 0 and not (waits(each) and each.ahead)]
         ready = [each for each in ready if self.scheduler.reserve(each, self._goal(each))]
         if guess:
-            ready = [each for each in ready if self._guesses(each)]
-            self.speculator.choose([each.speculation for each in ready if each.speculation is not None])
+            ready = [each for each in ready if self._guesses(each, Speculation.guess, each.left - 1)]
+            guess = self.speculator.choose([each.speculation for each in ready if each.speculation is not None])
         first = [each for each in ready if not (each.token_ids or each.ahead)]
         self.counts["prompt_tokens"] += len(first)  # each prompt's last token
         synchronous = self._decode_in(list(filter(waits, ready)), self.settings.decode_steps, 2)
@@ -235,11 +237,17 @@ class Loop(Requests):
             calls.append(kind(results, some, rows, [plan.count for plan in plans]))
         return calls
 
-    def _guesses(self, sequence: TokenSequence) -> bool:
+    def _foresee(self) -> None:
+        """Lets sequences in calls in flight foresee their tokens, which shows whether it would pay to check guesses."""
+        for sequence in list(self.scheduler.running):
+            if sequence.ahead and not sequence.synchronous:
+                self._guesses(sequence, Speculation.foresee)
+
+    def _guesses(self, sequence: TokenSequence, how: Callable[..., None], *most: int) -> bool:
         """Lets the sequence guess its next tokens; False if that failed, which ends it."""
         try:
             if sequence.speculation is not None:
-                sequence.speculation.guess([*sequence.prompt, *sequence.token_ids], sequence.left - 1)
+                how(sequence.speculation, [*sequence.prompt, *sequence.token_ids], *most)
         except Exception as error:
             self.settle(sequence, sequence.fail(f"speculation: its tokens could not be guessed: {error!r}"))
             return False

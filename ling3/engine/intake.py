@@ -19,7 +19,7 @@ from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
 from ling3.engine.snapshots import Continued, Snapshot
-from ling3.engine.speculation import Speculation
+from ling3.engine.speculation import Acceptance, Speculation
 from ling3.intervention import Intervention, sites
 from ling3.mesh.sharded import placement_of
 from ling3.runtime.parameters import ParameterError
@@ -52,6 +52,8 @@ class Intake:
     """False if another process has already checked each request."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
     """The shapes of the arrays that the model records; None if captures and interventions are not supported."""
+    guessed: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(memory=0.9))
+    """The guesses of all sequences so far, from which one's chances are taken before its own are counted."""
 
     @staticmethod
     def of(runner: Runner, tokenizer: Tokenizer | None, settings: EngineSettings, leads: bool = True) -> "Intake":
@@ -135,7 +137,7 @@ class Intake:
         assert draft is not None and sizes is not None, "asked for"
         if constraint is not None:
             return Speculation(lambda _: list(constraint.forced), sizes.each, DECODE_STEPS - 1, self.vocab)
-        return Speculation(draft, sizes.each, sizes.tokens - 1, self.vocab)
+        return Speculation(draft, sizes.each, sizes.tokens - 1, self.vocab, self.guessed)
 
     def check(
         self, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str

@@ -23,10 +23,8 @@ LEAST = 4
 """Tokens that must have occurred before to guess from: shorter matches do not pay."""
 CONTINUED = 256
 """The number of tokens that `lookup` guesses."""
-MEMORY = 0.7
-"""The weight of earlier calls where a sequence's right and wrong guesses are counted."""
-PRIOR = 2.0, 0.5
-"""Right and wrong guesses with which each sequence begins."""
+PRIOR = 2.5
+"""The number of guesses that stand for what is known before a sequence's own are counted."""
 Draft = Callable[[Sequence[int]], Sequence[int]]
 """Guesses the tokens that follow some tokens, as many as it likes; none if it has no guess."""
 
@@ -45,26 +43,75 @@ def lookup(tokens: Sequence[int], least: int = LEAST) -> Sequence[int]:
     return np.resize(own[ends[-1] + 1 :], CONTINUED).tolist() if len(ends) else ()
 
 
-class Speculation:
-    """The guesses of one sequence, and how many of them were right."""
+class Acceptance:
+    """How many guesses were right and how many wrong; earlier ones count less, by the factor `memory`."""
 
-    def __init__(self, draft: Draft | Literal["lookup", "mtp"], each: int, most: int, vocab: int):
+    def __init__(self, chance: float = 0.8, memory: float = 0.7):
+        self.right, self.wrong, self.memory = PRIOR * chance, PRIOR * (1 - chance), memory
+
+    def learn(self, right: int, wrong: int) -> None:
+        """Counts the guesses of one call."""
+        if right or wrong:
+            self.right, self.wrong = self.memory * self.right + right, self.memory * self.wrong + wrong
+
+    @property
+    def chance(self) -> float:
+        """How likely a guess is right, if those before it are."""
+        return self.right / (self.right + self.wrong)
+
+
+class Speculation:
+    """The guesses of one sequence, and how many of them were right.
+
+    A sequence whose guesses are not checked guesses all the same, while the device works (`foresee`): whether those
+    guesses were right shows in the tokens that follow, and costs nothing.
+    """
+
+    def __init__(
+        self,
+        draft: Draft | Literal["lookup", "mtp"],
+        each: int,
+        most: int,
+        vocab: int,
+        earlier: Acceptance | None = None,
+    ):
         self.draft = {"lookup": lookup, "mtp": self._predicted}.get(draft, draft) if isinstance(draft, str) else draft
         self.always, self.most, self.vocab, self.depth = draft == "mtp", most, vocab, each
+        self._earlier = Acceptance() if earlier is None else earlier  # of earlier sequences, to which its own are added
         self.drafts: Sequence[int] | None = None
         """The guesses for the next call; None: it makes plain steps."""
         self.drafted = self.accepted = 0
-        self._right, self._wrong = PRIOR
+        self._acceptance = Acceptance(self._earlier.chance)
         self._following: tuple[int, Sequence[int]] = (0, ())
+        self._foreseen: tuple[int, Sequence[int]] = (0, ())
 
     def guess(self, tokens: Sequence[int], most: int) -> None:
         """Guesses at most `most` tokens for the next call, up to the first that is no token.
 
         Raises what `draft` raises, and TypeError for anything but whole numbers.
         """
-        found = map(operator.index, tuple(self.draft(tokens))[: min(most, self.most)])
-        guesses = tuple(itertools.takewhile(lambda token: 0 <= token < self.vocab, found))
+        guesses = self._guesses(tokens)[: min(most, self.most)]
         self.drafts = guesses if guesses or self.always else None
+
+    def foresee(self, tokens: Sequence[int]) -> None:
+        """Compares the last foreseen tokens with those that came, and foresees those that follow. Raises as `guess`.
+
+        The model's own layer foresees nothing, as it guesses only in passes.
+        """
+        length, guesses = self._foreseen
+        if self.always or length == len(tokens):
+            return
+        came = tokens[length:]
+        right = next((i for i, (a, b) in enumerate(zip(came, guesses, strict=False)) if a != b), None)
+        if guesses:
+            self._learn(min(len(came), len(guesses)) if right is None else right, int(right is not None))
+        left = guesses[len(came) :] if right is None else ()
+        self._foreseen = len(tokens), left or self._guesses(tokens)
+
+    @property
+    def foresees(self) -> bool:
+        """True if `foresee` found guesses, or the model's own layer guesses."""
+        return self.always or bool(self._foreseen[1])
 
     def learn(self, drafted: int, accepted: int, rejected: int, following: tuple[int, Sequence[int]]) -> None:
         """Notes a call's guesses, the right ones, and in how many passes one was wrong.
@@ -73,14 +120,23 @@ class Speculation:
         """
         self.drafted += drafted
         self.accepted += accepted
-        self._following, self.drafts = following, None
+        self._following, self._foreseen, self.drafts = following, (0, ()), None
         if drafted:
-            self._right, self._wrong = MEMORY * self._right + accepted, MEMORY * self._wrong + rejected
+            self._learn(accepted, rejected)
 
     @property
     def chance(self) -> float:
         """How likely a guess is right, if those before it are."""
-        return self._right / (self._right + self._wrong)
+        return self._acceptance.chance
+
+    def _learn(self, right: int, wrong: int) -> None:
+        self._acceptance.learn(right, wrong)
+        self._earlier.learn(right, wrong)
+
+    def _guesses(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The guesses of what follows `tokens`, up to the first that is no token."""
+        found = map(operator.index, tuple(self.draft(tokens)))
+        return tuple(itertools.takewhile(lambda token: 0 <= token < self.vocab, found))
 
     def _predicted(self, tokens: Sequence[int]) -> Sequence[int]:
         """The guesses of the model's own layer, which the last call left."""

@@ -1,9 +1,11 @@
 """When guessing pays: in which turns of a loop its sequences guess, and how many guesses of each a pass checks."""
 
+import math
 import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,74 +16,106 @@ from ling3.engine.speculation import Speculation
 
 ROW = 0.2
 """The time that a row adds to a step, in steps, while it is not measured."""
-MEASURED = 5
-"""The number of times of which the median is taken."""
-TRIED = 3
-"""Turns in a row without a guess worth checking after which sequences rest from guessing."""
-LONGEST_REST = 32
-"""The most turns of a rest."""
+MEASURED = 4
+"""The number of times that are kept of each program."""
+PAYS = 1.05
+"""The factor by which passes must be faster than plain steps."""
+FORGOTTEN = 256
+"""Turns with one kind of program after which the times of the other are forgotten."""
+EXPLORED = 32
+"""Turns after which a model's own layer is tried again although its guesses did not pay."""
+MOST = 0.8
+"""The largest part of a call's time that is taken for the host's."""
 
-RowTimes = Mapping[int, deque[float]]
-"""The latest times in seconds, for each number of rows with a token."""
+Key = TypeVar("Key")
+Times = dict[Key, deque[float]]
+"""The latest times in seconds of programs of each kind."""
 
 
 class Speculator:
     """Decides when the sequences of a loop guess, and how many guesses of each a pass checks.
 
-    To guess, the host needs all tokens so far, and the device waits meanwhile. If no guess was worth checking in some
-    turns, sequences guess only in every second turn, then in every fourth, and so on. Whether a guess is worth it
-    follows from how likely each sequence's guesses are right, and from the measured times of passes and of plain steps:
-    a pass takes longer the more rows it has. After the longest rest guesses are tried if they would be worth it with
-    all of them right. Loops in several processes, which must decide `alike`, read no clock.
+    A turn with passes costs more than their time: the host must know all tokens so far to guess, and the device waits
+    meanwhile (with plain steps, the host reads the tokens of a call while the device runs the next). So sequences
+    guess if none of their calls is in flight, or if passes would pay with guesses like those that they made while the
+    device worked (`Speculation.foresee`). Whether passes pay follows from how likely each sequence's guesses are right,
+    and from measured times: of plain steps, of passes (longer with more rows), and of the host's part of a call. Until
+    plain steps were measured, there are no passes. Times of a program that has not run for long are forgotten.
+
+    A model's own layer guesses only in passes. If these would not pay, they are made once in `EXPLORED` turns all the
+    same, provided that they would pay with all guesses right. Loops in several processes, which must decide `alike`,
+    read no clock.
     """
 
     def __init__(self, shapes: Shapes, *, overlap: bool = True, alike: bool = False):
         self.sizes, self.groups, self.overlap, self.timed = shapes.drafts, shapes.groups, overlap, not alike
-        self._steps, self._passes = (defaultdict(lambda: deque(maxlen=MEASURED)) for _ in range(2))
-        self._failed = self._rest = 0
-        self._rested = False  # True in the turn after the longest rest
+        self._steps: Times[int] = defaultdict(lambda: deque(maxlen=MEASURED))  # by rows
+        self._passes: Times[tuple[int, int]] = defaultdict(lambda: deque(maxlen=MEASURED))  # of calls, by rows, passes
+        self._unguessed = self._repeated = 0
+        self._last: Times[Any] = self._steps
         self._begin = 0.0
 
     def begin(self, running: Sequence[TokenSequence]) -> bool:
-        """True if sequences guess in the turn that begins: unless they rest, and none of them is in its first calls."""
+        """True if sequences guess in the turn that begins, for which they wait until their calls in flight are read."""
         if self.sizes is None:
             return False
         self._begin = time.perf_counter() if self.timed else 0.0
-        if self._rest and not any(each.decoding and len(each.token_ids) < self.sizes.each for each in running):
-            self._rest -= 1
-            return False
-        self._rested = self._failed >= TRIED and 2 ** (self._failed - TRIED) >= LONGEST_REST
-        return True
+        able = [each for each in running if each.speculation is not None and each.decoding and each.left > 0]
+        if all(each.synchronous or not each.ahead for each in able):
+            return True
+        guesses = [each.speculation for each in able if each.speculation is not None and not each.synchronous]
+        likely = [1.0 if self._explores else each.chance for each in guesses if each.foresees]
+        pays = self.depth(len(guesses), likely) > 0
+        self._unguessed += not pays
+        return pays
 
-    def choose(self, speculations: Sequence[Speculation]) -> None:
-        """Sets how many guesses of each sequence a pass checks; takes the guesses away if none is worth it."""
+    @property
+    def _explores(self) -> bool:
+        """True if the model's layer is to be tried again, as if all of its guesses were right."""
+        return self.sizes is not None and self.sizes.mtp and self._unguessed >= EXPLORED
+
+    @property
+    def measured(self) -> bool:
+        """True if plain steps were measured, or are not to be."""
+        return not self.timed or bool(_shortest(self._steps))
+
+    def choose(self, speculations: Sequence[Speculation]) -> bool:
+        """Sets how many guesses of each sequence a pass checks, and returns True.
+
+        If none is worth it, takes the guesses away and returns False.
+        """
         if not speculations:  # they wait for their tokens, and guess in the next turn
-            return
-        guessed = [each for each in speculations if each.drafts is not None]
-        depth = self.depth(len(speculations), [each.chance for each in guessed])
-        self._failed = 0 if depth else self._failed + 1
-        self._rest = min(2 ** (self._failed - TRIED), LONGEST_REST) if self._failed >= TRIED else 0
-        if self._rested and not depth:
-            depth = self.depth(len(speculations), [1.0] * len(guessed))
+            return True
+        chances = [1.0 if self._explores else each.chance for each in speculations if each.drafts is not None]
+        depth = self.depth(len(speculations), chances)
+        self._unguessed = 0 if depth else self._unguessed + 1
         for each in speculations:
             each.depth, each.drafts = depth, each.drafts if depth else None
+        return depth > 0
 
     def depth(self, count: int, chances: Sequence[float]) -> int:
         """The number of guesses in a pass with which `count` sequences get the most tokens a second; 0 for plain steps.
 
-        `chances` are of those with guesses. A pass that checks d guesses gives 1 + p + … + p^d tokens, on average.
+        `chances` are of those with guesses. A pass that checks d guesses gives 1 + p + … + p^d tokens on average, and
+        the next pass has guesses with probability p^d, or p if the model guesses anew after each pass.
         """
         assert self.sizes is not None, "asked where sequences speculate"
-        calls = -(-count // (self.sizes.sequences * self.groups))
+        if not (chances and self.measured):
+            return 0
+        sizes, calls = self.sizes, -(-count // (self.sizes.sequences * self.groups))
+        passes, steps = range(sizes.tokens // (sizes.each + 1)), _shortest(self._steps)
+        host, each_pass = _parts(_shortest(self._passes), steps)
 
         def speed(depth: int) -> float:
-            tokens = count - len(chances) + sum(sum(p**i for i in range(depth + 1)) for p in chances)
+            goes_on = [p if sizes.mtp else p**depth for p in chances]
+            made = sum(1 - math.prod(1 - q**i for q in goes_on) for i in passes)
+            right = [sum(p**i for i in range(1, depth + 1)) for p in chances]
+            tokens = count * made + sum(r * sum(q**i for i in passes) for r, q in zip(right, goes_on, strict=True))
             rows = (count + depth * len(chances)) / calls
-            return tokens / (calls * _time(self._passes, rows, self._steps))
+            return tokens / (host + calls * made * _time(rows, each_pass, steps))
 
-        plain = count / _time(self._steps, count, self._passes)
-        best = max(range(1, self.sizes.each + 1), key=speed) if chances else 0
-        return best if best and speed(best) > plain else 0
+        best = max(range(1, sizes.each + 1), key=speed)
+        return best if speed(best) > PAYS * count / _time(count, steps, each_pass) else 0
 
     def end(self, calls: Sequence[Call], later: Sequence[Call]) -> None:
         """Notes the time of the turn that ends, if it was that of one call's passes, or of one call's plain steps."""
@@ -90,26 +124,51 @@ class Speculator:
         taken, rows = time.perf_counter() - self._begin, len(call.sequences)
         if isinstance(call, Passed):
             counts = np.asarray(call.results.passes)
-            rows += sum(call.depths)
             if not later and counts.any():
-                self._passes[rows].append(taken / int(counts.max()))
+                self._note(self._passes, (rows + sum(call.depths), int(counts.max())), taken)
         elif later or not self.overlap:  # with overlap, it is read while the next one runs
-            self._steps[rows].append(taken / max(call.ahead))
+            self._note(self._steps, rows, taken / max(call.ahead))
+
+    def _note(self, times: Times[Key], key: Key, taken: float) -> None:
+        """Notes a time; forgets those of the other kind of program if only this one ran for long."""
+        times[key].append(taken)
+        self._repeated, self._last = self._repeated + 1 if times is self._last else 0, times
+        if self._repeated >= FORGOTTEN:
+            (self._passes if times is self._steps else self._steps).clear()
 
 
-def _time(times: RowTimes, rows: float, others: RowTimes) -> float:
-    """The seconds of a pass or a step with `rows` rows: measured, or from the line through those measured.
+def _shortest(times: Times) -> dict[Key, float]:
+    """The shortest of the latest times, since whatever disturbs a measurement makes it longer.
 
-    If fewer than two numbers of rows were measured, `others` are added; if none was, the unit is a step of one row. A
-    number of rows counts from its second time on, since the first may have waited for a compiler.
+    A time counts from its second measurement on: the first may be a compiler's.
     """
-    points = {count: statistics.median_low(own) for count, own in times.items() if len(own) > 1}
-    if rows in points:
-        return points[int(rows)]
-    if len(points) < 2:
-        points = {count: statistics.median_low(own) for count, own in others.items() if len(own) > 1} | points
-    if len(points) < 2:
-        [base] = [seconds / (1 + ROW * (count - 1)) for count, seconds in points.items()] or [1.0]
-        return base * (1 + ROW * (rows - 1))
-    slope, base = np.polyfit(list(points), list(points.values()), 1)
-    return max(float(base + slope * rows), min(points.values()) / 2)
+    return {key: min(own) for key, own in times.items() if len(own) > 1}
+
+
+def _parts(calls: Mapping[tuple[int, int], float], steps: dict[int, float]) -> tuple[float, dict[int, float]]:
+    """The host's part of a call, and the time of one pass by its rows, from the times of calls by rows and passes.
+
+    A call takes host + passes · pass, so the host's part follows from calls with few and with many passes. Without
+    these, a pass is assumed to take as long as a plain step with as many rows.
+    """
+    lines, guesses = [], []
+    for rows in {rows for rows, _ in calls}:
+        known = sorted((n, taken) for (r, n), taken in calls.items() if r == rows)
+        (few, short), (many, long) = known[0], known[-1]
+        lines += [short - few * (long - short) / (many - few)] if few < many else []
+        guesses.append(short - few * _time(rows, steps, {}))
+    host = min(max(statistics.median(lines or guesses or [0.0]), 0.0), MOST * min(calls.values(), default=0.0))
+    each: dict[int, float] = {}
+    for (rows, passes), taken in calls.items():
+        each[rows] = min(each.get(rows, math.inf), (taken - host) / passes)
+    return host, each
+
+
+def _time(rows: float, times: dict[int, float], others: dict[int, float]) -> float:
+    """The seconds of a pass or a step with `rows` rows, from the nearest number of rows that was measured.
+
+    If none was, `others` are taken; without these, the unit is a step of one row.
+    """
+    known = times or others or {1: 1.0}
+    nearest = min(known, key=lambda count: abs(count - rows))
+    return known[nearest] * (1 + ROW * (rows - 1)) / (1 + ROW * (nearest - 1))

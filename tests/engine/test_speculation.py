@@ -50,6 +50,7 @@ def whole_programs(test):
 def always(monkeypatch):
     """Guesses are checked whether that pays or not."""
     monkeypatch.setattr(Speculator, "depth", lambda own, _, chances: own.sizes.each if chances else 0)
+    monkeypatch.setattr(Speculator, "measured", True)
 
 
 def answers(model, **changes):
@@ -223,46 +224,100 @@ def test_guesses_outside_the_vocabulary_are_wrong():
 CALLS = Shapes(4, 24, 16, 8, (32,), (8,), drafts=DraftShapes(sequences=2, each=3, tokens=16, mtp=False))
 
 
-def turns(right, count=300, running=1):
-    """For each turn, the right guesses of a pass that checked some; None where none were checked."""
-    speculator, found = Speculator(CALLS, alike=True), []
-    speculations = [Speculation(lambda _: [7] * 9, 3, 15, 96) for _ in range(running)]
+def predicted_turns(right, count=300, running=1):
+    """For each turn of guesses by the model, whether a pass checked some."""
+    calls = dataclasses.replace(CALLS, drafts=dataclasses.replace(CALLS.drafts, mtp=True))
+    speculator, found = Speculator(calls, alike=True), []
+    speculations = [Speculation("mtp", 3, 15, 96) for _ in range(running)]
     for _ in range(count):
         checked = False
         if speculator.begin([]):
             for each in speculations:
                 each.guess([0] * 50, 9)
-            speculator.choose(speculations)
-            checked = speculations[0].drafts is not None
+            checked = speculator.choose(speculations)
         for each in speculations if checked else ():
             each.learn(3, right, int(right < 3), (0, ()))
-        found.append(right if checked else None)
+        found.append(checked)
     return found
 
 
-def test_what_is_mostly_wrong_is_checked_ever_less():
-    assert turns(3) == [3] * 300
-    wrong = [turn is not None for turn in turns(0)]
-    assert all(wrong[:3]) and 1 <= sum(wrong[100:]) <= 8
+def test_a_layer_that_is_mostly_wrong_is_checked_ever_less():
+    assert predicted_turns(3) == [True] * 300
+    wrong = predicted_turns(0)
+    assert all(wrong[:2]) and 1 <= sum(wrong[100:]) <= 8
 
 
-def test_what_cannot_pay_is_not_checked():
+def test_passes_that_cannot_pay_are_not_made():
     """Eight sequences take four calls of passes, each at least as long as the one call of a step."""
-    assert turns(3, running=2) == [3] * 300
-    assert turns(3, running=8) == [None] * 300
+    assert predicted_turns(3, running=2) == [True] * 300
+    assert predicted_turns(3, running=8) == [False] * 300
+
+
+def test_foreseen_tokens_are_compared_with_those_that_came():
+    calls = []
+
+    def guess(tokens):
+        calls.append(len(tokens))
+        return [7] * 6 if tokens[-1] == 7 else []
+
+    speculation = Speculation(guess, 3, 15, 96)
+    speculation.foresee([1, 7])
+    assert speculation.foresees and speculation.chance == 0.8
+    speculation.foresee([1, 7])  # no new tokens
+    speculation.foresee([1, 7, 7, 7, 7, 7])
+    assert calls == [2] and speculation.chance > 0.85
+    speculation.foresee([1, 7, 7, 7, 7, 7, 7, 3, 3])
+    assert calls == [2, 9] and not speculation.foresees and speculation.chance < 0.8
+    assert (speculation.drafted, speculation.accepted) == (0, 0)
+
+
+def test_sequences_that_could_guess_only_wrongly_never_wait():
+    """Guesses are made while the device works, and as none of them was right, no call waits for them."""
+    expected, _ = answers(open_transformer("qwen3"))
+    whole = [[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)]
+
+    def wrong(tokens):
+        [after] = [each[len(tokens) :] for each in whole if each[: len(tokens)] == tokens]
+        return [token ^ 1 for token in after]
+
+    engine = ling3.Engine(open_transformer("qwen3"), None, **SETTINGS, speculation=wrong)
+    [output] = engine.generate(PROMPTS[:1], PARAMS[:1])
+    assert (output.outputs[0].drafted_tokens, output.outputs[0].accepted_tokens) == (0, 0)
 
 
 def test_how_many_guesses_pay():
     """With measured times: a pass of four rows as long as one step, or longer."""
-    for seconds, expected in ((1.0, 3), (1.6, 3), (3.0, 1), (5.0, 0)):
+    for seconds, expected in ((1.0, 3), (1.6, 3), (5.0, 0)):
         speculator = Speculator(CALLS)
         speculator._steps[1].extend([1.0] * 3)
-        speculator._passes[4].extend([seconds] * 3)
+        speculator._passes[4, 1].extend([seconds] * 3)
+        speculator._passes[4, 4].extend([4 * seconds] * 3)
         assert speculator.depth(1, [0.7]) == expected
-        assert speculator.depth(1, [0.01]) == (3 if seconds == 1.0 else 0)
-        assert speculator.depth(1, []) == 0
-    speculator._passes[2].extend([1.2] * 3)
+        assert not speculator.depth(1, [])
+        assert bool(speculator.depth(1, [0.01])) == (seconds == 1.0)
+    speculator._passes[2, 1].extend([1.2] * 3)
+    speculator._passes[2, 4].extend([4.8] * 3)
     assert speculator.depth(1, [0.7]) == 1
+
+
+def test_before_passes_are_measured_they_count_as_steps_with_as_many_rows():
+    speculator = Speculator(CALLS)
+    assert speculator.depth(1, [1.0]) == 0  # not even steps were measured
+    speculator._steps[1].extend([1.0] * 3)
+    assert speculator.depth(1, [0.7]) == 3
+    speculator._passes[4, 1].extend([7.6] * 3)  # 6.0 of them for the host
+    assert speculator.depth(1, [0.7]) == 0
+    assert speculator.depth(1, [1.0]) == 3
+
+
+def test_the_hosts_part_counts_once_a_call():
+    """Calls of one and of eight passes that take 4 + 2 · passes: good guesses pay, of which many passes are made."""
+    speculator = Speculator(CALLS)
+    speculator._steps[1].extend([1.0] * 3)
+    speculator._passes[4, 1].extend([6.0, 7.0, 9.0])
+    speculator._passes[4, 4].extend([13.0, 12.0])
+    assert speculator.depth(1, [0.7]) == 0
+    assert speculator.depth(1, [0.99]) == 3
 
 
 def test_rows_are_shared_out():
