@@ -28,7 +28,7 @@ MOST = 0.8
 """The largest part of a call's time that is taken for the host's."""
 
 Key = TypeVar("Key")
-Times = dict[Key, deque[float]]
+Latest = dict[Key, deque[float]]
 """The latest times in seconds of programs of each kind."""
 
 
@@ -40,7 +40,7 @@ class Speculator:
     guess if none of their calls is in flight, or if passes would pay with guesses like those that they made while the
     device worked (`Speculation.foresee`). Whether passes pay follows from how likely each sequence's guesses are right,
     and from measured times: of plain steps, of passes (longer with more rows), and of the host's part of a call. Until
-    plain steps were measured, there are no passes. Times of a program that has not run for long are forgotten.
+    plain steps were measured, there are no passes. Latest of a program that has not run for long are forgotten.
 
     A model's own layer guesses only in passes. If these would not pay, they are made once in `EXPLORED` turns all the
     same, provided that they would pay with all guesses right. Loops in several processes, which must decide `alike`,
@@ -49,10 +49,10 @@ class Speculator:
 
     def __init__(self, shapes: Shapes, *, overlap: bool = True, alike: bool = False):
         self.sizes, self.groups, self.overlap, self.timed = shapes.drafts, shapes.groups, overlap, not alike
-        self._steps: Times[int] = defaultdict(lambda: deque(maxlen=MEASURED))  # by rows
-        self._passes: Times[tuple[int, int]] = defaultdict(lambda: deque(maxlen=MEASURED))  # of calls, by rows, passes
+        self._steps: Latest[int] = defaultdict(lambda: deque(maxlen=MEASURED))  # by rows
+        self._passes: Latest[tuple[int, int]] = defaultdict(lambda: deque(maxlen=MEASURED))  # of calls, by rows, passes
         self._unguessed = self._repeated = 0
-        self._last: Times[Any] = self._steps
+        self._last: Latest[Any] = self._steps
         self._begin = 0.0
 
     def begin(self, running: Sequence[TokenSequence]) -> bool:
@@ -129,7 +129,7 @@ class Speculator:
         elif later or not self.overlap:  # with overlap, it is read while the next one runs
             self._note(self._steps, rows, taken / max(call.ahead))
 
-    def _note(self, times: Times[Key], key: Key, taken: float) -> None:
+    def _note(self, times: Latest[Key], key: Key, taken: float) -> None:
         """Notes a time; forgets those of the other kind of program if only this one ran for long."""
         times[key].append(taken)
         self._repeated, self._last = self._repeated + 1 if times is self._last else 0, times
@@ -137,7 +137,7 @@ class Speculator:
             (self._passes if times is self._steps else self._steps).clear()
 
 
-def _shortest(times: Times) -> dict[Key, float]:
+def _shortest(times: Latest) -> dict[Key, float]:
     """The shortest of the latest times, since whatever disturbs a measurement makes it longer.
 
     A time counts from its second measurement on: the first may be a compiler's.
