@@ -129,7 +129,7 @@ class Speculator:
         elif later or not self.overlap:  # with overlap, it is read while the next one runs
             self._note(self._steps, rows, taken / max(call.ahead))
 
-    def _note(self, times: Latest[Key], key: Key, taken: float) -> None:
+    def _note(self, times: Latest[Any], key: object, taken: float) -> None:
         """Notes a time; forgets those of the other kind of program if only this one ran for long."""
         times[key].append(taken)
         self._repeated, self._last = self._repeated + 1 if times is self._last else 0, times
