@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ling3.version import __version__
 
 if TYPE_CHECKING:
+    from ling3.adapters import Adapter, AdapterError, LowRankUpdate, merge_adapter, new_adapter, with_adapter
     from ling3.cache import Cache, CacheSpec, KDAState, Paged, Span
     from ling3.checkpoint import CheckpointError, load, save
+    from ling3.checkpoint.adapters import load_adapter, save_adapter
     from ling3.checkpoint.quantizing import quantize
     from ling3.engine.capture import Capture, Captured, Routing
     from ling3.engine.outputs import Completion, Delta, Logprob, RequestOutput, Stats, Timings
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
+    "Adapter",
+    "AdapterError",
     "Cache",
     "CacheSpec",
     "Capture",
@@ -59,6 +63,7 @@ __all__ = [
     "Ling3Config",
     "Logprob",
     "Look",
+    "LowRankUpdate",
     "Mixer",
     "Paged",
     "ParameterError",
@@ -79,21 +84,28 @@ __all__ = [
     "generate",
     "init",
     "load",
+    "load_adapter",
     "load_tokenizer",
     "look",
+    "merge_adapter",
     "mtp_logits",
+    "new_adapter",
     "quantize",
     "register_family",
     "save",
+    "save_adapter",
     "trace",
+    "with_adapter",
 ]
 
 # The public names and the modules that define them. They are imported when first used, so that the command line
 # answers `--help`, a wrong option and Ctrl-C without waiting for JAX.
 _MODULES = {
+    "adapters": ("Adapter", "AdapterError", "LowRankUpdate", "merge_adapter", "new_adapter", "with_adapter"),
     "intervention": ("Intervention",),
     "cache": ("Cache", "CacheSpec", "KDAState", "Paged", "Span"),
     "checkpoint": ("CheckpointError", "load", "save"),
+    "checkpoint.adapters": ("load_adapter", "save_adapter"),
     "checkpoint.quantizing": ("quantize",),
     "families.ling3_config": ("ConfigError", "Ling3Config"),
     "execution": ("Execution",),
@@ -120,6 +132,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 _CHECKED = (
     *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
+    *("adapters", "checkpoint.adapters"),
     *("checkpoint.copying", "checkpoint.gguf_checkpoint", "checkpoint.gguf_file", "checkpoint.loading"),
     *("checkpoint.quantizing", "checkpoint.repacking", "checkpoint.safetensors_file", "checkpoint.saving"),
     *("checkpoint.scales", "engine.at_end", "engine.capture"),

@@ -32,6 +32,7 @@ FLOORS = (
     {"mesh"},
     {"mtp"},
     {"families"},
+    {"adapters"},
     {"checkpoint"},
     {"text"},
     {"engine"},

@@ -160,7 +160,7 @@ def dequantized(model: CausalLM, dtype: DTypeLike) -> CausalLM:
         options = {"bias": bias, "axes": matrix.axes, "name": matrix.name}
         return Linear(jax.jit(lambda own: own.dense().astype(dtype))(matrix), **options)
 
-    plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, Matrix))
+    plain = jax.tree.map(dense, model, is_leaf=lambda node: isinstance(node, QuantizedMatrix | KeyValueHalves))
     return dataclasses.replace(plain, config=in_floats(model.config))
 
 

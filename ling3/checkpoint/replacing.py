@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 
 import filelock
 
+from ling3.checkpoint.safetensors_file import CheckpointError
 from ling3.runtime import interrupts
 
 WORK = ".ling3.partial"
@@ -29,6 +30,37 @@ PATIENCE = 10.0
 
 _LOCK, _NEW, _OLD, _READY, _REPLACED = "lock", "new", "old", "ready", "replaced"
 _FIRST = "config.json"
+
+
+_ADVICE = {
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EACCES: "get the right to write there",
+    errno.EPERM: "get the right to write there",
+    errno.EROFS: "mount it for writing",
+    errno.EBUSY: "end the program that uses it",
+}
+
+
+@contextlib.contextmanager
+def advised(target: pathlib.Path, what: str) -> Iterator[None]:
+    """Adds to the errors of a replacement in `target` what could not be saved there, and what to do.
+
+    Raises CheckpointError if another process saves there, and OSError if a file cannot be written.
+    """
+    try:
+        yield
+    except filelock.Timeout as error:
+        raise CheckpointError(
+            f"{target}: another process is saving there; wait for it, or give another directory"
+        ) from error
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "remove the cause")
+        raise OSError(
+            error.errno,
+            f"{what} could not be saved there, and nothing was replaced ({error}); {advice}, or give another directory",
+            str(target),
+        ) from error
 
 
 @contextlib.contextmanager

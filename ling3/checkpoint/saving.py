@@ -1,7 +1,6 @@
 """Saves a module tree as a published checkpoint, atomically."""
 
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +23,7 @@ from ling3.checkpoint.safetensors_file import DTYPES, FLOATS, CheckpointError
 from ling3.families import family_of, read_config, without_mtp
 from ling3.families.ling3_config import ConfigError
 from ling3.formats import QuantizedMatrix
+from ling3.layers.adapted import AdaptedMatrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
@@ -42,14 +41,6 @@ TOKENIZER = (*tokenizer_files.NAMES, tokenizer_files.TEMPLATES)
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _DTYPES = tuple(DTYPES[name] for name in FLOATS)
-_ADVICE = {
-    errno.ENOSPC: "make room on the disk",
-    errno.EDQUOT: "make room in your quota",
-    errno.EACCES: "get the right to write there",
-    errno.EPERM: "get the right to write there",
-    errno.EROFS: "mount it for writing",
-    errno.EBUSY: "end the program that uses it",
-}
 
 
 def save(
@@ -85,6 +76,11 @@ def save(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
     for leaf in array_leaves(model):
+        if isinstance(leaf.module, AdaptedMatrix):
+            raise CheckpointError(
+                f"{path}: {leaf.path} is of an adapter, which a checkpoint has no place for; save_adapter writes the "
+                "adapter by itself, and merge_adapter makes a model that can be saved"
+            )
         if isinstance(leaf.module, QuantizedMatrix) and (why := leaf.module.unsaved) is not None:
             raise CheckpointError(f"{path}: {leaf.path} {why}; load the model with dequantize=True to save it")
     target = pathlib.Path(path).expanduser().resolve()
@@ -123,28 +119,15 @@ def replace(
 ) -> None:
     """Writes the shards of `plan`, the config and the tokenizer, then moves them into `target`. Raises like `save`."""
     total = sum(weight.size * _stored_dtype(leaf).itemsize for shard in plan for leaf, weight in shard.values())
-    try:
-        with replacing.workspace(target) as new:
-            old, foreign = replaced(target, overwrite, TOKENIZER if tokenizer else ())
-            for name, content in tokenizer.items():
-                _write(new / name, content)
-            _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
-            config = family_of(model.config).with_mtp_layers(model.config, len(model.mtp))
-            raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
-            _write(new / CONFIG, _json(raw))
-            replacing.commit(new, target, old)
-    except filelock.Timeout as error:
-        raise CheckpointError(
-            f"{target}: another process is saving there; wait for it, or give another directory"
-        ) from error
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "remove the cause")
-        raise OSError(
-            error.errno,
-            f"a checkpoint of {total:,} bytes could not be saved there, and nothing was replaced ({error}); {advice}, "
-            "or give another directory",
-            str(target),
-        ) from error
+    with replacing.advised(target, f"a checkpoint of {total:,} bytes"), replacing.workspace(target) as new:
+        old, foreign = replaced(target, overwrite, TOKENIZER if tokenizer else ())
+        for name, content in tokenizer.items():
+            write_file(new / name, content)
+        _write_shards(new, plan, read, total, indexed=len(plan) > 1 or foreign, doing=doing)
+        config = family_of(model.config).with_mtp_layers(model.config, len(model.mtp))
+        raw = config.to_dict() | {"torch_dtype": str(model.dtype)}
+        write_file(new / CONFIG, _json(raw))
+        replacing.commit(new, target, old)
 
 
 def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) -> tuple[list[str], bool]:
@@ -302,7 +285,7 @@ def _dtypes(leaf: ArrayLeaf) -> tuple[np.dtype, ...]:
     return tuple(DTYPES[name] for name in stored)
 
 
-def _write(path: pathlib.Path, content: bytes) -> None:
+def write_file(path: pathlib.Path, content: bytes) -> None:
     """Writes a file and syncs it to disk."""
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
@@ -340,7 +323,7 @@ def _write_shards(
 
             safetensors_file.write(directory / name, _specs(shard), tensor)
     if indexed:
-        _write(directory / shards.INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        write_file(directory / shards.INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
 class _Reader:

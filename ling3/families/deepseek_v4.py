@@ -180,6 +180,11 @@ _MODULE_NAMES = (
 """The same from the names that `_SAVED_NAMES` gives to those of transformers' modules."""
 
 
+def module_name(name: str, config: DeepseekV4Config) -> str:
+    """The name in transformers of the module with the published name `name`."""
+    return _renamed(_MODULE_NAMES, _renamed(_SAVED_NAMES, f"{name}.weight")).removesuffix(".weight")
+
+
 _LAYOUTS = (_saved_by_transformers, _in_transformers)
 
 
@@ -219,6 +224,7 @@ FAMILY = Family(
     init=init,
     published=lambda name, config: _renamed(_NAMES, name),
     published_shape=_shape,
+    module=module_name,
     layouts=(*_LAYOUTS, *map(_with_scale_inv, (lambda name, shape, config: Place(name), *_LAYOUTS))),
     misfits=_strange_tables,
     formats_in_headers=True,

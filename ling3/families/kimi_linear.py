@@ -273,6 +273,12 @@ def published_name(name: str, config: KimiLinearConfig) -> str:
     return transformer.published_name(name, config)
 
 
+def module_name(name: str, config: KimiLinearConfig) -> str:
+    """The name in transformers of the module with the published name `name`."""
+    name = re.sub(r"\.self_attn\.(f_[ab]_proj)$", r".self_attn.forget_gate.\1", name)
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
 def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
     """The fields of a GGUF file's config that follow from several keys, or from tensors."""
     fields = latent_fields(keys)
@@ -302,6 +308,7 @@ FAMILY = Family(
     read=KimiLinearConfig.from_dict,
     init=init,
     published=published_name,
+    module=module_name,
     gguf=(GGUF,),
     published_shape=lambda name, shape: (1, 1, *shape, 1) if name.endswith(".A_log") else shape,
 )

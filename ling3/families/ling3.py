@@ -1,6 +1,7 @@
 """Ling-3 (`BailingMoeV3ForCausalLM`): three KDA layers to one gated MLA layer, over a sparse mixture of experts."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, no_type_check
 
@@ -166,6 +167,21 @@ def published_name(name: str, config: Ling3Config) -> str:
     return name
 
 
+_MODULES = (
+    (r"\.attention\.dense$", ".self_attn.o_proj"),
+    (r"\.attention\.f_proj$", ".self_attn.forget_gate.f_proj"),
+    (r"\.attention\.", ".self_attn."),
+)
+"""Regexes and replacements that turn the published names of modules into those of transformers."""
+
+
+def module_name(name: str, config: Ling3Config) -> str:
+    """The name in transformers of the module with the published name `name`."""
+    for pattern, replacement in _MODULES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 _MTP = frozenset(
     {
         "attention",
@@ -263,6 +279,7 @@ FAMILY = Family(
     read=Ling3Config.from_dict,
     init=init,
     published=published_name,
+    module=module_name,
     skips=is_mtp,
     mtp=mtp_layer,
     mtp_layers=mtp_layers,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from ling3.layers.adapted import AdaptedMatrix
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.leaves import ArrayLeaf, array_leaves
@@ -84,6 +85,8 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
     shares: list[Share] = []
     exchanges: dict[str, Exchange | Spread] = {}
     for leaf in array_leaves(model):
+        if any(isinstance(module, AdaptedMatrix) for module in leaf.around):
+            raise MeshError(f"{leaf.path} is of an adapter, which ling3 does not shard: merge it, and place the result")
         share, exchange = share_of(leaf, sizes, rules)
         _check_size(leaf, share)
         shares.append(share)
