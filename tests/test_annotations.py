@@ -27,6 +27,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
 from ling3.families.ling3 import kda_config, mla_config, moe_config
 from ling3.layers.draw import Draw
+from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
@@ -81,6 +82,18 @@ def linear(module):
     table = module.Linear.init(7, 4, std=1.0, **OPTIONS)
     table.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
     assert table.operand is table.dense()
+
+
+def adapted(module):
+    base = Linear.init(3, 4, std=1.0, **OPTIONS)
+    matrix = module.AdaptedMatrix(base, numbers(2, 4), numbers(3, 2), scale=1.0)
+    matrix(X[..., :4])
+    matrix.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
+    assert matrix.operand.shape == (3, 4)
+
+
+def adapter(module):
+    module.LowRankUpdate(numbers(2, 4), numbers(3, 2), alpha=1.0)
 
 
 def conv(module):
@@ -353,6 +366,8 @@ FILES = {
     "layers/norm": norm,
     "layers/rope": rope,
     "layers/linear": linear,
+    "layers/adapted": adapted,
+    "adapters/adapter": adapter,
     "layers/conv": conv,
     "layers/mlp": mlp,
     "layers/kda": kda,

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUN = ["README.md", *(f"docs/{name}.md" for name in ("start", "engine", "apart", "how_to/hidden_states"))]
 RUN += [f"docs/how_to/{name}.md" for name in ("ablate_and_serve", "fine_tune", "inspect", "quantize", "web_handler")]
-RUN += ["docs/how_to/predict_further.md", "docs/how_to/speculate.md"]
+RUN += [f"docs/how_to/{name}.md" for name in ("predict_further", "speculate", "adapters")]
 LONG = "docs/how_to/swap_a_mixer.md"
 """A page that compiles two training steps, for `make exhaustive`."""
 ELSEWHERE = {"docs/how_to/chat_front_end.md", "docs/reference/fleet.md"}

@@ -98,8 +98,9 @@ def with_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
     """
 
     def wrapped(matrix: Matrix, update: LowRankUpdate, scale: float) -> Matrix:
-        arrays = (update.lora_A, update.lora_B)
-        return AdaptedMatrix(matrix, *arrays, scale=scale, axes=matrix.axes, name=matrix.name)
+        return AdaptedMatrix(
+            base=matrix, lora_A=update.lora_A, lora_B=update.lora_B, scale=scale, axes=matrix.axes, name=matrix.name
+        )
 
     return _changed(model, adapter, wrapped)
 
@@ -110,13 +111,13 @@ def merge_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
     The result is a plain model, as fast as `model`, that `save` writes. Rounding to bfloat16 loses the small part of an
     update; with float32 weights it is the model of `with_adapter` up to rounding.
 
-    Raises AdapterError as `with_adapter` does, and for a quantized matrix, whose format could not hold the sum: load the
-    base with `dequantize=True` to merge into it.
+    Raises AdapterError as `with_adapter` does, and for a quantized matrix, whose format could not hold the sum: to
+    merge into it, load the base with `dequantize=True`.
     """
 
     def merged(matrix: Matrix, update: LowRankUpdate, scale: float) -> Matrix:
         assert isinstance(matrix, Linear), "checked before anything is merged"
-        total = AdaptedMatrix(matrix, update.lora_A, update.lora_B, scale=scale).dense()
+        total = AdaptedMatrix(base=matrix, lora_A=update.lora_A, lora_B=update.lora_B, scale=scale).dense()
         return Linear(weight=total, bias=matrix.bias, axes=matrix.axes, name=matrix.name)
 
     if quantized := [
@@ -176,9 +177,7 @@ def no_such_modules(model: CausalLM) -> str:
     return f"no module has these names; expected ends of names such as {', '.join(ends)}{tied}"
 
 
-def _changed(
-    model: CausalLM, adapter: Adapter, change: Callable[[Matrix, LowRankUpdate, float], Matrix]
-) -> CausalLM:
+def _changed(model: CausalLM, adapter: Adapter, change: Callable[[Matrix, LowRankUpdate, float], Matrix]) -> CausalLM:
     """The model with `change(matrix, update, scale)` in place of each matrix that the adapter has an update for."""
     known = {own.module: own for own in adaptable(model)}
     _check(model, adapter, known)

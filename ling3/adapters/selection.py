@@ -5,20 +5,20 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Names = str | tuple[str, ...]
+Named = str | tuple[str, ...]
 """A regular expression for entire names of modules, or a list of names or of their ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which modules have an adapter (PEFT 0.21, `check_target_module_exists`).
+    """Selects the modules that have an adapter, as PEFT 0.21 does (`check_target_module_exists`).
 
     A list selects a module whose name is an entry, or ends with a dot and an entry. A string is a regular expression
     for the entire name.
     """
 
-    target_modules: Names
-    exclude_modules: Names = ()
+    target_modules: Named
+    exclude_modules: Named = ()
     layers_to_transform: tuple[int, ...] | None = None
     """The indices of the layers that a list of targets is limited to; None or empty for all."""
     layers_pattern: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Selection:
         return None
 
 
-def selects(names: Names, name: str) -> bool:
+def selects(names: Named, name: str) -> bool:
     """True if `names` has the module of this name."""
     if isinstance(names, str):
         return names != "" and re.fullmatch(names, name) is not None

@@ -5,18 +5,24 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ling3.adapters.selection import Names, Selection, by_pattern
+from ling3.adapters.selection import Named, Selection, by_pattern
 from ling3.families.config_fields import Only, check, field, read
 
 NAME = "adapter_config.json"
 
 
-def _names(value: Any) -> Names:
+def _names(value: Any) -> Named:
     """A list of names, or a string that is a regular expression. Raises TypeError or ValueError."""
-    if isinstance(value, str):
-        re.compile(value)
-        return value
-    return _strings(value)
+    return _pattern(value) if isinstance(value, str) else _strings(value)
+
+
+def _pattern(text: str) -> str:
+    """The text, which must be a regular expression. Raises ValueError."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"no regular expression ({error})") from error
+    return text
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -32,8 +38,7 @@ def _patterns(admits: Callable[[Any], bool]) -> Callable[[Any], tuple[tuple[str,
     def pairs(value: Any) -> tuple[tuple[str, Any], ...]:
         items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
         for pattern, own in items:
-            re.compile(pattern)
-            if not admits(own):
+            if not (_pattern(pattern) and admits(own)):
                 raise TypeError("a value of another type")
         return items
 
@@ -64,9 +69,7 @@ def _indices(value: Any) -> tuple[int, ...]:
 def _ends(value: Any) -> tuple[str, ...]:
     """Names of the list of layers, from one name or a list of them. Raises TypeError or ValueError."""
     each = (value,) if isinstance(value, str) else _strings(value)
-    for pattern in each:
-        re.compile(pattern)
-    return tuple(filter(None, each))
+    return tuple(_pattern(pattern) for pattern in each if pattern)
 
 
 _NAMES = "a list of names of modules, or a regular expression"
@@ -80,11 +83,11 @@ class AdapterConfig:
     __no_type_check__ = True
 
     peft_type: Literal["LORA"] = field()
-    target_modules: Names = field(convert=_names, expected=_NAMES)
+    target_modules: Named = field(convert=_names, expected=_NAMES)
     r: int = field(ge=1, le=2**20, absent=8)
     lora_alpha: float = field(absent=8.0)
     use_rslora: bool = field(absent=False)
-    exclude_modules: Names = field((), convert=_optional(_names, ()), expected=f"{_NAMES}, or null")
+    exclude_modules: Named = field((), convert=_optional(_names, ()), expected=f"{_NAMES}, or null")
     layers_to_transform: tuple[int, ...] = field(
         (), convert=_optional(_indices, ()), expected="a list of indices of layers, one index, or null"
     )

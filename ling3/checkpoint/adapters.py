@@ -53,7 +53,7 @@ def load_adapter(model: CausalLM, path: str | os.PathLike[str], *, revision: str
     chosen = by_spelling[0] if by_spelling else next(iter(names.values()))
     _account(directory, config, chosen, tensors, left, {own.module: own for own in known})
     modules = {
-        module: LowRankUpdate(*(_array(parts[side]) for side in ("lora_A", "lora_B")), config.alpha(chosen[module]))
+        module: LowRankUpdate(_array(parts["lora_A"]), _array(parts["lora_B"]), config.alpha(chosen[module]))
         for module, parts in sorted(tensors.items())
     }
     return Adapter(modules, config.use_rslora, config.base_model_name_or_path)
@@ -110,7 +110,7 @@ def _selected(
 ) -> dict[str, dict[str, str]]:
     """For either spelling of names, the selected modules: the config's name of each, by its name in transformers.
 
-    Only spellings in which every target is known. Raises ConfigError if there is none, or no module is selected.
+    Only spellings in which every target is known. Raises ConfigError if neither is, or no module is selected.
     """
     found, unknown = {}, {}
     for spelling in ("module", "published"):

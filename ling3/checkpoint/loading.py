@@ -31,7 +31,7 @@ from ling3.checkpoint.scales import is_of_zeros, is_scale
 from ling3.checkpoint.stored_formats import as_stored
 from ling3.families.quantization import in_floats, with_rounding
 from ling3.formats import KeyValueHalves, QuantizedMatrix, in_model
-from ling3.layers.linear import Linear, Matrix
+from ling3.layers.linear import Linear
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
 from ling3.mesh.rules import WHOLE, Rules, Share

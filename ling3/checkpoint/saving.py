@@ -75,14 +75,7 @@ def save(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: found {max_shard_bytes}; expected at least 1")
-    for leaf in array_leaves(model):
-        if isinstance(leaf.module, AdaptedMatrix):
-            raise CheckpointError(
-                f"{path}: {leaf.path} is of an adapter, which a checkpoint has no place for; save_adapter writes the "
-                "adapter by itself, and merge_adapter makes a model that can be saved"
-            )
-        if isinstance(leaf.module, QuantizedMatrix) and (why := leaf.module.unsaved) is not None:
-            raise CheckpointError(f"{path}: {leaf.path} {why}; load the model with dequantize=True to save it")
+    _check_kinds(model, path)
     target = pathlib.Path(path).expanduser().resolve()
     placement = placement_of(model)
     mesh = None if placement is None else placement.mesh
@@ -106,6 +99,18 @@ def save(
             for shard in plan:
                 for name in safetensors_file.in_order(_specs(shard)):
                     reader.whole(shard[name][0])
+
+
+def _check_kinds(model: CausalLM, path: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError for a matrix of a kind that no checkpoint has."""
+    for leaf in array_leaves(model):
+        if isinstance(leaf.module, AdaptedMatrix):
+            raise CheckpointError(
+                f"{path}: {leaf.path} is of an adapter, which a checkpoint has no place for; save_adapter writes the "
+                "adapter by itself, and merge_adapter makes a model that can be saved"
+            )
+        if isinstance(leaf.module, QuantizedMatrix) and (why := leaf.module.unsaved) is not None:
+            raise CheckpointError(f"{path}: {leaf.path} {why}; load the model with dequantize=True to save it")
 
 
 def replace(

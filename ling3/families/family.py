@@ -45,8 +45,7 @@ class Family:
     published_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape
     """`published_shape(name, shape)`: the checkpoint's shape of the tensor `name`; `shape` is that in the tree."""
     module: Callable[[str, Any], str] = lambda name, config: name
-    """`module(name, config)`: transformers' name of the module of the published weight `name` + `.weight`, which files of
-    adapters use."""
+    """`module(name, config)`: transformers' name, which adapters use, of the module with the published name `name`."""
     layouts: tuple[Callable[[str, tuple[int, ...], Any], Place], ...] = ()
     """Each `layout(name, shape, config)`: where a checkpoint in another layout stores the tensor of this published name
     and shape. `load` takes the layout with the most names present; `save` writes the published one."""

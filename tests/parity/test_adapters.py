@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
-peft = pytest.importorskip("peft", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
+pytest.importorskip("peft", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
+import peft
 import torch
 from cases import Case
 from family_cases import logits_of, make
