@@ -13,6 +13,8 @@ from tiny import FLASH, TINY, open_model
 import ling3
 from ling3.adapters.adapter import LowRankUpdate, adaptable
 from ling3.checkpoint.loading import dequantized
+from ling3.engine.origins import checksum
+from ling3.evals.predictions import fingerprint
 from ling3.layers.adapted import AdaptedMatrix
 from ling3.mesh import MeshError, place
 
@@ -155,6 +157,16 @@ def test_a_model_on_a_mesh_is_refused():
     sharded = place(model, jax.make_mesh((2,), ("tensor",)))
     with pytest.raises(ling3.AdapterError, match="on a mesh of 2 devices, where it takes no adapter"):
         ling3.with_adapter(sharded, one(model))
+
+
+def test_another_scale_is_another_model():
+    """The identities of a model, for snapshots and for files of predictions, are those of before without an adapter."""
+    model = open_model(TINY)
+    name = "model.layers.0.self_attn.q_proj"
+    update = one(model).modules[name]
+    two = ling3.Adapter({name: dataclasses.replace(update, alpha=2.0)})
+    models = [model, ling3.with_adapter(model, one(model)), ling3.with_adapter(model, two)]
+    assert len({checksum(own) for own in models}) == len({fingerprint(own) for own in models}) == 3
 
 
 def test_names_and_profiles_are_those_of_the_fields():

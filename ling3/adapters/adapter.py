@@ -88,6 +88,12 @@ def adaptable(model: CausalLM) -> list[Adaptable]:
     return found
 
 
+def scales(model: CausalLM) -> tuple[tuple[str, float], ...]:
+    """The path and the scale of each matrix that has an adapter, which its arrays do not show; empty without one."""
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_matrix)[0]
+    return tuple((dotted(path), node.scale) for path, node in nodes if isinstance(node, AdaptedMatrix))
+
+
 def with_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
     """The model with an adapter beside its weights: y = x Wᵀ + scale · (x Aᵀ) Bᵀ in each of the adapter's modules.
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ling3.cli.devices import Devices
-from ling3.cli.options import Common, WholeNumber
+from ling3.cli.options import Common, DirectoryOption, WholeNumber
 from ling3.cli.terminal import count
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Loading(Common):
     prompts of `ling3 generate` are token ids, as in -p "5 17 3"."""
     weights_seed: WholeNumber = None
     """With --random-weights: their seed; by default 0."""
+    adapter: DirectoryOption = None
+    """Run the model with this LoRA adapter: a directory that PEFT or ling3 wrote, or a hub id."""
 
     def source(self, model: str, devices: "Devices | None" = None, speculation: object = None) -> "ModelSource":
         """Where MODEL and its tokenizer come from. A hub branch is resolved to a commit at once.
@@ -52,7 +54,8 @@ class Loading(Common):
             path = str(file.parent) if _is_config(file) else path
         elif self.weights_seed is not None:
             raise ValueError("--weights-seed is for --random-weights")
-        return ModelSource(model, path, hub.pin(path, self.revision), self.dtype, seed, devices, speculation == "mtp")
+        commit, mtp = hub.pin(path, self.revision), speculation == "mtp"
+        return ModelSource(model, path, commit, self.dtype, seed, devices, mtp, self.adapter)
 
 
 def _is_config(path: pathlib.Path) -> bool:
@@ -83,6 +86,8 @@ class ModelSource:
     """How the model is sharded; None for one device."""
     mtp: bool = False
     """True keeps the checkpoint's multi-token-prediction layers."""
+    adapter: str | None = None
+    """The directory or hub id of a LoRA adapter to run the model with; None for none."""
 
     def config(self) -> Any:
         """Reads the model's configuration, without its weights."""
@@ -108,19 +113,25 @@ class ModelSource:
     def load(
         self, tokenizer: "Tokenizer | None", mesh: "Mesh | None" = None, rules: "Rules | None" = None
     ) -> "CausalLM":
-        """Loads the model, on `mesh` if it is given, else on the mesh of `devices`.
+        """Loads the model, on `mesh` if it is given, else on the mesh of `devices`, and applies the adapter.
 
-        Raises ValueError if the tokenizer does not fit the model.
+        Raises ValueError if the tokenizer does not fit the model, and for an adapter of a model on a mesh.
         """
         import jax.numpy as jnp
 
         from ling3 import checkpoint
+        from ling3.adapters import with_adapter
+        from ling3.checkpoint.adapters import load_adapter
         from ling3.runtime import compilation_cache
 
         compilation_cache.switch_on()
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         if mesh is None and self.devices is not None:
             mesh, rules = self.devices.mesh() or (None, None)
+        if self.adapter is not None and mesh is not None:
+            raise ValueError(
+                "--adapter: a model on a mesh takes none; merge it (ling3.merge_adapter) and save the model"
+            )
         if self.seed is None:
             how = {"mesh": mesh, "rules": rules, "mtp": self.mtp}
             model = checkpoint.load(self.path, dtype, revision=self.revision, **how)
@@ -128,7 +139,7 @@ class ModelSource:
             model = self._random(self.seed, jnp.dtype(jnp.bfloat16) if dtype is None else dtype, mesh, rules)
         if tokenizer is not None:
             tokenizer.check_fits(model.config.vocab_size)
-        return model
+        return model if self.adapter is None else with_adapter(model, load_adapter(model, self.adapter))
 
     def _random(self, seed: int, dtype: "DTypeLike", mesh: "Mesh | None", rules: "Rules | None") -> "CausalLM":
         """A model with random weights. Raises ValueError if these do not fit in the free memory."""

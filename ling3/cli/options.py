@@ -43,6 +43,7 @@ Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 OptionalModel = Annotated[str | None, tyro.conf.Positional, _optional("MODEL", str), NO_DEFAULT]
 TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]
+DirectoryOption = Annotated[str | None, _optional("DIR", str), NO_DEFAULT]
 NamesOption = Annotated[str | None, _optional("NAMES", str), NO_DEFAULT]
 WholeNumber = Annotated[int | None, _optional("INT", whole_number), NO_DEFAULT]
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 
+from ling3.adapters.adapter import scales
 from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import Shapes
 from ling3.execution import Execution
@@ -27,14 +28,14 @@ def origin(model: CausalLM, settings: EngineSettings, shapes: Shapes, execution:
 
 
 def checksum(model: CausalLM) -> str:
-    """A hash of a model's config and of a checksum of each array of its weights, which reads them once.
+    """A hash of a model's config, of a checksum of each array of its weights, which reads them once, and of scales.
 
     Leaves out multi-token-prediction layers, on which no answer depends.
     """
     leaves = jax.tree.leaves((model.model, model.lm_head))
     sums = jax.device_get([_sum(leaf) for leaf in leaves])
     parts = [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]
-    return hashlib.sha256(repr((model.config, parts)).encode()).hexdigest()
+    return hashlib.sha256(repr((model.config, parts, *scales(model))).encode()).hexdigest()
 
 
 @jax.jit

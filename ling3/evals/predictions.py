@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Int32, Shaped
 
+from ling3.adapters.adapter import scales
 from ling3.mesh.rules import WHOLE
 from ling3.mesh.sharded import placement_of
 from ling3.model import CausalLM
@@ -136,12 +137,13 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def fingerprint(model: CausalLM) -> str:
-    """A short hash that identifies a model: of its config, and of elements sampled from every array.
+    """A short hash that identifies a model: of its config, of elements of every array, and of adapters' scales.
 
     It does not depend on the mesh, nor on multi-token-prediction layers. All processes of a mesh must call this
     together.
     """
     digest = hashlib.sha256(repr(model.config).encode())
+    digest.update("".join(f"{path} {scale!r}" for path, scale in scales(model)).encode())
     found, shares, read = jax.tree.leaves((model.model, model.lm_head)), itertools.repeat(WHOLE), _elements
     if (placement := placement_of(model)) is not None:
         shares, read = placement.shares, jax.jit(_elements, out_shardings=placement.sharding(PartitionSpec()))
