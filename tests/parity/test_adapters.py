@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 pytest.importorskip("peft", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
+import deepseek_v4_cases
 import peft
 import torch
 from cases import Case
+from exhaustive_cases import exhaustively
 from family_cases import logits_of, make
 from test_kimi_linear import BASE, open_kimi
 
@@ -39,6 +41,10 @@ SETTINGS = {
         "target_modules": [*NAMES, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "kv_b_proj"],
         "alpha_pattern": {"kv_b_proj": 9, "f_b_proj": 2.5},
     },
+    "deepseek-v4": {
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "weights_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {"indexer.gate_proj": 2},
+    },
     "llama": {
         "target_modules": [*NAMES, "lm_head"],
         "exclude_modules": ["v_proj", "layers.1.self_attn.k_proj"],
@@ -56,7 +62,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=exhaustively(SETTINGS, but=SETTINGS.keys() - {"deepseek-v4"}))
 def case(request, tmp_path_factory):
     """Both models of one checkpoint, PEFT's model with a random adapter, and the directory in which PEFT saved that."""
     name, directory = request.param, tmp_path_factory.mktemp("adapter")
@@ -65,6 +71,8 @@ def case(request, tmp_path_factory):
         own = types.SimpleNamespace(theirs=base.oracle.model, ours=base.ling3, tokens=base.tokens)
     elif name == "kimi":
         own = open_kimi(BASE, directory / "base")
+    elif name == "deepseek-v4":
+        own = deepseek_v4_cases.make(directory / "base")
     else:
         own = make(name, directory / "base")
     torch.manual_seed(1)
@@ -74,7 +82,7 @@ def case(request, tmp_path_factory):
         if "lora_" in parameter:
             tensor.data.normal_(0, 0.7 * tensor.shape[-1] ** -0.5)
     adapted.eval().requires_grad_(False).save_pretrained(directory / "peft", save_embedding_layers=False)
-    ids = np.random.default_rng(3).integers(2, 97, size=80).tolist()
+    ids = np.random.default_rng(3).integers(2, 64, size=80).tolist()
     return types.SimpleNamespace(
         base=own.theirs, ours=own.ours, adapted=adapted, expected=logits_of(adapted, ids), ids=ids, directory=directory
     )
@@ -111,7 +119,7 @@ def test_transformers_has_a_module_of_each_name(case):
     linear = {
         name.removeprefix("base_model.model.").replace(".base_layer", "")
         for name, module in case.adapted.named_modules()
-        if isinstance(module, torch.nn.Linear) and "lora_" not in name
+        if type(module) is torch.nn.Linear and "lora_" not in name
     }
     tied = {"lm_head"} if case.ours.lm_head is None else set()
     assert {own.module for own in adaptable(case.ours)} == linear - tied
