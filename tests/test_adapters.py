@@ -142,6 +142,10 @@ def test_what_cannot_hold_an_adapter_is_refused(tmp_path):
         ling3.save(adapted, tmp_path / "x")
     assert not list(tmp_path.iterdir())
     ling3.save(ling3.merge_adapter(model, one(model)), tmp_path / "x")
+    with pytest.raises(
+        ValueError, match=r"has an adapter, in model\.layers\.0\.attention\.q_proj and others: merge it first"
+    ):
+        ling3.ablate.variant(adapted, kda_decay=True)
     mesh = jax.make_mesh((2,), ("tensor",))
     with pytest.raises(MeshError, match="of an adapter, which ling3 does not shard: merge it"):
         place(adapted, mesh)

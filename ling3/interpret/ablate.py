@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ling3.adapters.adapter import scales
 from ling3.checkpoint.names import structure
 from ling3.families import family_of
 from ling3.interpret.trace import trace
@@ -276,8 +277,10 @@ def variant(
 
     The module tree of the new config is filled with the old model's arrays of the same path and shape; its other arrays
     are dropped. `fill` has arrays for paths that the old model lacks, or has in another shape. Raises ValueError if an
-    array is still missing: such a model has to be trained, not cut.
+    array is still missing: such a model has to be trained, not cut; and for a model with an adapter.
     """
+    if adapted := scales(model):
+        raise ValueError(f"the model has an adapter, in {adapted[0][0]} and others: merge it first (merge_adapter)")
     config = family_of(model.config).vary(model.config, layers, fields)
     target = dataclasses.replace(structure(config, model.dtype), origin=model.origin)
     wanted = {leaf.path: leaf.value.shape for leaf in array_leaves(target)}
