@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ling3.model import CausalLM, Decoder, DecoderLayer, Mixer
     from ling3.mtp import mtp_logits
     from ling3.runtime.parameters import ParameterError
+    from ling3.score import score
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -94,6 +95,7 @@ __all__ = [
     "register_family",
     "save",
     "save_adapter",
+    "score",
     "trace",
     "with_adapter",
 ]
@@ -121,6 +123,7 @@ _MODULES = {
     "engine.snapshots": ("Snapshot",),
     "engine.structured": ("Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"),
     "runtime.parameters": ("ParameterError",),
+    "score": ("score",),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
     "interpret.look": ("Look", "look"),
@@ -133,6 +136,7 @@ _CHECKED = (
     *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
     *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("adapters", "checkpoint.adapters"),
+    *("generate", "score", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("checkpoint.copying", "checkpoint.gguf_checkpoint", "checkpoint.gguf_file", "checkpoint.loading"),
     *("checkpoint.quantizing", "checkpoint.repacking", "checkpoint.safetensors_file", "checkpoint.saving"),
     *("checkpoint.scales", "engine.at_end", "engine.capture"),

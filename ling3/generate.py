@@ -79,13 +79,13 @@ def _run(
     interventions: tuple[Intervention, ...],
 ) -> list[list[int]]:
     batch, longest = len(prompts), max(map(len, prompts))
-    columns = -(-_round_up(longest + params.max_tokens, SMALLEST_CHUNK) // (page_size := model.page_size))
+    columns = -(-round_up(longest + params.max_tokens, SMALLEST_CHUNK) // (page_size := model.page_size))
     rows = Rows(None, jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns))
     wanted = [(params, (params.seed or 0) + b, len(prompt), stops) for b, prompt in enumerate(prompts)]
     vocab, adjustments = model.config.vocab_size, None
     if params.adjusts or filters:
         adjustments = Adjustments.build([(params, prompt, ()) for prompt in prompts], vocab)
-    room = _round_up(len(stops), FEWEST_STOPS)
+    room = round_up(len(stops), FEWEST_STOPS)
     sampling = Sampling.build(wanted, vocab, room, adjustments, filters=filters)
     spec = CacheSpec(batch, batch * columns, page_size, cache_dtype(model))
     pool = Pool.empty(model, sampling, spec)
@@ -117,21 +117,26 @@ def _chunk(left: int, batch: int) -> int:
     most = max(SMALLEST_CHUNK, 1 << (max(1, PREFILL_CHUNK // batch).bit_length() - 1))
     if left >= FULL_CHUNK:
         return min(most, 1 << (left.bit_length() - 1))
-    return min(most, _round_up(left, SMALLEST_CHUNK))
+    return min(most, round_up(left, SMALLEST_CHUNK))
 
 
 def _append(rows: list[list[int]], tokens: Int32[np.ndarray, "batch steps"]) -> None:
     """Adds to each row its new tokens; raises FloatingPointError if a row's logits are NaN."""
     broken = np.flatnonzero(np.any(tokens == NOT_A_NUMBER, axis=1)).tolist()
     if broken:
-        raise FloatingPointError(
-            f"the logits of prompt {', '.join(map(str, broken))} are NaN: the weights may not be finite (ling3.load "
-            "checks them by default), or their dtype too narrow (try dtype=jnp.float32)"
-        )
+        raise not_finite(f"prompt {', '.join(map(str, broken))}")
     for row, new in zip(rows, tokens, strict=True):
         row.extend(int(token) for token in new if token >= 0)
 
 
-def _round_up(length: int, smallest: int) -> int:
+def not_finite(what: str) -> FloatingPointError:
+    """The error of NaN in the logits of `what`."""
+    return FloatingPointError(
+        f"the logits of {what} are NaN: the weights may not be finite (ling3.load checks them by default), or their "
+        "dtype too narrow (try dtype=jnp.float32)"
+    )
+
+
+def round_up(length: int, smallest: int) -> int:
     """`length` rounded up to a power of two, at least `smallest`, so that few shapes are compiled."""
     return max(smallest, 1 << (length - 1).bit_length())

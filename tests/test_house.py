@@ -37,6 +37,7 @@ FLOORS = (
     {"text"},
     {"engine"},
     {"generate"},
+    {"score"},
     {"serve"},
     {"server"},
     {"afd"},

@@ -96,7 +96,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         raise ValueError(
             "engine settings: cache_dtype is 'packed', expected 'auto', 'float32' or 'bfloat16' for this model: " + why
         )
-    slots, page_size, chunk = settings.max_running_requests, settings.page_size, settings.chunked_prefill_size
+    slots, page_size = settings.max_running_requests, settings.page_size
     footprint = Footprint.of(model, settings)
     groups, window = footprint.groups, footprint.window
     for name, count in (("max_running_requests", slots), ("num_pages", settings.num_pages)):
@@ -113,12 +113,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         pages = min(footprint.pages_that_fit(slots, most_pages, share), MAX_PAGES // groups * groups)
     else:
         footprint.check(slots, pages)
-    rows, widths = settings.decode_rows, settings.token_paddings
-    if rows is None:
-        rows = min(slots // groups, CPU_ROWS) if jax.default_backend() == "cpu" else slots // groups
-    if widths is None:
-        own = FINE_WIDTHS if _is_large(model, execution) else WIDTHS
-        widths = own if chunk <= own[-1] else (*own, chunk)
+    rows, widths = call_sizes(settings, model, execution, groups)
     settled = dataclasses.replace(
         settings, max_model_len=length, decode_rows=rows, num_pages=pages, token_paddings=widths
     )
@@ -129,7 +124,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         pages=pages,
         page_size=page_size,
         columns=-(-length // page_size),
-        buckets=tuple(width for width in widths if width <= smallest(widths, chunk)),
+        buckets=buckets_of(settings, widths),
         # XLA compiles the code between matmuls anew for each number of rows, and its results may differ in bits.
         rows=(rows,) if settings.batch_invariant else _row_counts(slots // groups),
         window=window,
@@ -138,6 +133,25 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         groups=groups,
         drafts=drafts,
     )
+
+
+def call_sizes(
+    settings: EngineSettings, model: CausalLM, execution: Execution, groups: int = 1
+) -> tuple[int, tuple[int, ...]]:
+    """`decode_rows` and `token_paddings`, which decide the bits of answers; their default values where they are None."""
+    rows, widths = settings.decode_rows, settings.token_paddings
+    if rows is None:
+        rows = settings.max_running_requests // groups
+        rows = min(rows, CPU_ROWS) if jax.default_backend() == "cpu" else rows
+    if widths is None:
+        own, chunk = FINE_WIDTHS if _is_large(model, execution) else WIDTHS, settings.chunked_prefill_size
+        widths = own if chunk <= own[-1] else (*own, chunk)
+    return rows, tuple(widths)
+
+
+def buckets_of(settings: EngineSettings, widths: Sequence[int]) -> tuple[int, ...]:
+    """The `token_paddings` that prefill calls use: up to the smallest that holds `chunked_prefill_size` tokens."""
+    return tuple(width for width in widths if width <= smallest(widths, settings.chunked_prefill_size))
 
 
 def _drafts(settings: EngineSettings, rows: int, model: CausalLM, execution: Execution) -> DraftShapes | None:

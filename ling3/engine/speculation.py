@@ -5,12 +5,12 @@ pays (`speculator.py`). Answers do not depend on what is guessed, or whether any
 changes nothing.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,14 +167,15 @@ def check_drafts(model: CausalLM, execution: Execution, mtp: bool) -> None:
             "engine settings: speculation is 'mtp', and the model has no multi-token-prediction layer: load it with "
             "mtp=True, which keeps that of its checkpoint, or use 'lookup'"
         )
-    spec = CacheSpec(1, 1, model.page_size, model.dtype)
-
-    def run(model: CausalLM) -> Any:
-        row = jnp.zeros(2, jnp.int32)
-        span = Span(row, row, jnp.zeros((2, 1), jnp.int32), execution, rows_each=2)
-        return model.model(row[:, None], model.empty_states(spec), span)
-
     try:
-        eqx.filter_eval_shape(run, model)
+        _drafted.eval_shape(model, execution)
     except ValueError as error:
         raise ValueError(f"engine settings: speculation: {error}; set it to None for this model") from error
+
+
+@functools.partial(jax.jit, static_argnames="execution")
+def _drafted(model: CausalLM, execution: Execution) -> Any:
+    """A pass over a token and one draft, of which only the shapes are asked."""
+    spec, row = CacheSpec(1, 1, model.page_size, model.dtype), jnp.zeros(2, jnp.int32)
+    span = Span(row, row, jnp.zeros((2, 1), jnp.int32), execution, rows_each=2)
+    return model.model(row[:, None], model.empty_states(spec), span)
