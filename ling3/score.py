@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float32, Int32
 
 from ling3.cache import CacheSpec, Span
@@ -38,7 +39,7 @@ from ling3.runtime.quoting import shown
 
 def score(
     model: CausalLM,
-    sequences: Iterable[tuple[Sequence[int], Sequence[int]]],
+    sequences: Iterable[Any],
     settings: EngineSettings | None = None,
     *,
     execution: Execution | None = None,
@@ -130,7 +131,7 @@ class _Scoring:
 
 @eqx.filter_custom_vjp
 def _scores(model: CausalLM, scoring: _Scoring) -> Float32[Array, "sequences tokens"]:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(model)):
         raise TypeError(
             "ling3.score is called inside jax.jit or another transformation that traces the model: call it outside, "
             "since it runs programs that are compiled already; eqx.filter_grad and jax.grad are fine outside of jit"
@@ -164,22 +165,26 @@ def _backward(
         following[: len(each.tokens)] = each.tokens
     prompts = np.asarray([len(each.prompt) for each in answers], np.int32)
     cotangent = jnp.pad(cotangent, ((0, 0), (0, width - cotangent.shape[1])))
-    return _pulled_back(model, tokens, prompts, known, cotangent, scoring.execution)
+    given = _Padded(jnp.asarray(tokens), jnp.asarray(prompts), jnp.asarray(known))
+    return _pulled_back(model, given, cotangent, scoring.execution)
+
+
+class _Padded(eqx.Module):
+    """Sequences in arrays of few shapes."""
+
+    tokens: Int32[Array, "sequences seq"]  # all but the last
+    prompts: Int32[Array, " sequences"]  # tokens of each prompt
+    known: Int32[Array, "sequences tokens"]  # those of the answers; -1 after the last
 
 
 @eqx.filter_jit
 def _pulled_back(
-    model: CausalLM,
-    tokens: Int32[Array, "sequences seq"],
-    prompts: Int32[Array, " sequences"],
-    known: Int32[Array, "sequences tokens"],
-    cotangent: Float32[Array, "sequences tokens"],
-    execution: Execution,
+    model: CausalLM, given: _Padded, cotangent: Float32[Array, "sequences tokens"], execution: Execution
 ) -> CausalLM:
-    """The gradient of Σ cotangent · log p(known) by the training forward pass; `known` is -1 after an answer's end."""
+    """The gradient of Σ cotangent · log p(known) in the training forward pass."""
+    tokens, prompts, known = given.tokens, given.prompts, given.known
     weights, others = eqx.partition(model, eqx.is_inexact_array)
-    seq, width = tokens.shape[1], known.shape[1]
-    valid = known >= 0
+    seq, width, valid = tokens.shape[1], known.shape[1], known >= 0
     span = Span(jnp.zeros_like(prompts), prompts + valid.sum(axis=1, dtype=jnp.int32) - 1, None, execution)
     places = jnp.minimum(prompts[:, None] - 1 + jnp.arange(width, dtype=jnp.int32)[None], seq - 1)
 
@@ -240,7 +245,7 @@ class _Run:
         settings, execution, count = self.scoring.settings, self.scoring.execution, self.count
         rows, pool = self.empty(answers)
         for row, each in enumerate(answers):
-            where = Rows(rows.slots[row : row + 1], rows.table[row : row + 1], in_place=count == 1)
+            where = Rows(np.asarray([row], np.int32), rows.table[row : row + 1], in_place=count == 1)
             for start in range(0, len(each.prompt) - 1, settings.chunked_prefill_size):
                 chunk = each.prompt[:-1][start : start + settings.chunked_prefill_size]
                 call = prompt_batch(where, [0], [chunk], smallest(self.buckets, len(chunk)))

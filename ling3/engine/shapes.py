@@ -138,7 +138,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
 def call_sizes(
     settings: EngineSettings, model: CausalLM, execution: Execution, groups: int = 1
 ) -> tuple[int, tuple[int, ...]]:
-    """`decode_rows` and `token_paddings`, which decide the bits of answers; their default values where they are None."""
+    """`decode_rows` and `token_paddings`, and where they are None their default values; bits depend on both."""
     rows, widths = settings.decode_rows, settings.token_paddings
     if rows is None:
         rows = settings.max_running_requests // groups
