@@ -91,7 +91,7 @@ class KnownAnswer(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of all tokens."""
+        """The number of tokens of both together."""
         return len(self.prompt) + len(self.tokens)
 
 
