@@ -60,8 +60,8 @@ def score(
     `cache_dtype`. Interventions, and tokens behind a snapshot that was continued, are not covered.
 
     Differentiable in reverse mode: the gradient is that of the same log-probabilities in the training forward pass,
-    `model(tokens)`, which agrees with the engine up to rounding. Call it outside of `jax.jit`: it runs programs of the
-    engine, which are compiled already, and so does its gradient.
+    `model(tokens)`, which agrees with the engine up to rounding, in the dtype of the weights. Call it outside of
+    `jax.jit`: it runs programs of the engine, which are compiled already, and so is its gradient's.
 
         eqx.filter_grad(lambda model: -jnp.mean(weights * ling3.score(model, sequences)))(model)
 

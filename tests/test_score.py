@@ -135,6 +135,17 @@ def test_the_gradient_is_that_of_the_training_forward(name):
         np.testing.assert_allclose(own, other, atol=1e-5 * max(1.0, float(jnp.abs(other).max())))
 
 
+def test_a_gradient_in_bfloat16():
+    """It has the weights' dtype, whose rounding, 2⁻⁸, adds up over a few products."""
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), open_transformer("qwen3"))
+    gradient = eqx.filter_grad(lambda model: jnp.sum(ling3.score(model, SEQUENCES, **SETTINGS)))(model)
+    expected = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(by_training_forward(model, SEQUENCES))))(model)
+    for own, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        assert own.dtype == jnp.bfloat16
+        wide = np.asarray(other, np.float32)
+        np.testing.assert_allclose(np.asarray(own, np.float32), wide, atol=2**-6 * np.abs(wide).max())
+
+
 def test_the_gradient_foretells_a_small_step():
     """Along the gradient g, the scores' sum changes by |g|² times the step, up to the second order."""
     model = open_transformer("llama")
