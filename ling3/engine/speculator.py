@@ -137,7 +137,7 @@ class Speculator:
             (self._passes if times is self._steps else self._steps).clear()
 
 
-def _shortest(times: Latest) -> dict[Key, float]:
+def _shortest(times: Latest[Key]) -> dict[Key, float]:
     """The shortest of the latest times, since whatever disturbs a measurement makes it longer.
 
     A time counts from its second measurement on: the first may be a compiler's.

@@ -70,7 +70,7 @@ def test_the_command(tmp_path, capsys):
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert told["complete"] and told["scale"] == "toy" and told["machine"]["jax"]
     assert {part: len(told[part]) for part in ("forms", "model", "profile", "kernels")} == {
-        "forms": 14,
+        "forms": 16,
         "model": 3,
         "profile": 1,
         "kernels": 3,
