@@ -311,7 +311,7 @@ def test_before_passes_are_measured_they_count_as_steps_with_as_many_rows():
 
 
 def test_the_hosts_part_counts_once_a_call():
-    """Calls of one and of eight passes that take 4 + 2 · passes: good guesses pay, of which many passes are made."""
+    """Calls of one and of four passes that take 4 + 2 · passes: good guesses pay, of which many passes are made."""
     speculator = Speculator(CALLS)
     speculator._steps[1].extend([1.0] * 3)
     speculator._passes[4, 1].extend([6.0, 7.0, 9.0])
