@@ -18,13 +18,17 @@ APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_collectives.py tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-.PHONY: demo test lint types harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
+.PHONY: demo test thorough lint types harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
 
 test: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=30 $(APART)
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not thorough and not slow" --durations=30 $(APART)
+
+# The rest of what every change must pass in a quarter of an hour: laws that compile models of their own.
+thorough: .venv/installed-test
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "thorough and not slow" --durations=30 $(APART)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -79,7 +83,7 @@ slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" --durations=10 $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what `test`, `slow`, `parity` and `real` ask, soaks and experiments at length, every benchmark at toy
+# The other cases of what `test`, `thorough`, `slow`, `parity` and `real` ask, soaks and experiments at length, every benchmark at toy
 # sizes: before a release, and for whoever changes what they are about.
 exhaustive: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "exhaustive and not optimized" $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)

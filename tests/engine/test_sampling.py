@@ -181,6 +181,7 @@ def test_a_greedy_row_has_the_same_bits_beside_rows_that_ask_for_more(monkeypatc
             assert found.token[0] != expected.token[0] == jnp.argmax(logits[0])
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_a_drawn_row_has_the_same_token_beside_rows_that_ask_for_more(monkeypatch):
     """On the kernels: rows that are only drawn are drawn at once, and one by one beside a row with a penalty."""

@@ -100,6 +100,7 @@ def partly_right(known):
     return guess
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.usefixtures("always")
 def test_in_company(monkeypatch):

@@ -43,6 +43,7 @@ def test_the_plain_table_asks_no_kernel():
     assert {(row.form, row.times) for row in report.rows} == {("plain", 0)}
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_kernels_that_run():
     with installed():

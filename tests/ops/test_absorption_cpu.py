@@ -13,7 +13,7 @@ from ling3.execution import CPU, PLAIN
 from ling3.ops.absorption import LatentHalves
 from ling3.ops.cpu import attention
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 HANDLERS = ("absorb_keys", "expand_values")
 # Heads, nope, value and latent: at, below and beside registers, blocks of rows and tiles.
 SIZES = [(1, 1, 1, 1), (2, 8, 6, 16), (3, 7, 5, 37), (2, 24, 48, 128), (1, 17, 3, 530)]

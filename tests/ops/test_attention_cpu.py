@@ -18,7 +18,7 @@ from ling3.ops.attention import Expansion, PerHead, paged_attention
 from ling3.ops.cpu import attention
 from ling3.runtime import native
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 CALL = "ling3_attention_"
 
 

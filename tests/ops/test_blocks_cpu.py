@@ -18,7 +18,7 @@ from ling3.ops.cpu.matmul import arrays_of, product
 from ling3.ops.matmul import product as plain
 from ling3.runtime import native
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 KERNEL = jax.jit(product)
 EXPERTS = jax.jit(native_experts)
 SOME = exhaustively(BLOCKS, but=["Q4_0", "Q4_1", "Q4_K", "Q6_K"])

@@ -9,7 +9,7 @@ from native_kernels import installed, needs_compiler
 from ling3.ops import conv as plain
 from ling3.ops.cpu import conv as kernel
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 run = jax.jit(kernel.short_conv, static_argnums=4)
 FLOATS = (jnp.float32, jnp.bfloat16)
 

@@ -12,7 +12,7 @@ from ling3.ops import drawing as plain
 from ling3.ops.cpu import drawing as kernel
 from ling3.ops.cpu import logits as likeliest
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 draw, expected, by_xla = jax.jit(kernel.draw), jax.jit(plain.draw), jax.jit(kernel.xla_draw)
 
 

@@ -17,7 +17,7 @@ from ling3.ops.cpu.experts import experts as native_experts
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module", autouse=True)

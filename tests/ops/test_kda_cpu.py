@@ -11,7 +11,7 @@ from native_kernels import installed, needs_compiler
 from ling3.ops.cpu import kda
 from ling3.ops.kda import chunk_kda, kda_step, recurrent_kda
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 KERNEL = jax.jit(kda.kda_step)
 RUN = jax.jit(lambda *tokens: kda.chunk_kda(*tokens, lower_bound=-5.0))
 CALL = "ling3_kda_run_"

@@ -9,7 +9,7 @@ from native_kernels import installed, needs_compiler
 from ling3.ops import logits as plain
 from ling3.ops.cpu import logits as kernel
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 likeliest = jax.jit(kernel.likeliest)
 
 

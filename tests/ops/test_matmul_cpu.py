@@ -14,7 +14,7 @@ from ling3.ops.cpu.matmul import product
 from ling3.ops.matmul import product as plain
 from ling3.runtime import native
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 KERNEL = jax.jit(product)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 CALL = "ling3_product_"

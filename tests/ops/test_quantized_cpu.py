@@ -25,7 +25,7 @@ from ling3.ops.matmul import product as plain
 from ling3.ops.swiglu import SwiGLU
 from ling3.runtime import native
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 KERNEL = jax.jit(product)
 PLAIN = jax.jit(plain)
 EXPERTS = jax.jit(native_experts, static_argnums=6)

@@ -8,7 +8,7 @@ from native_kernels import installed, needs_compiler
 
 from ling3.ops.cpu import rows as kernel
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module", autouse=True)
