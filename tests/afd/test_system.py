@@ -201,6 +201,7 @@ def flags(workers):
 # The answers of the whole model
 
 
+@pytest.mark.thorough
 def test_answers_and_programs(whole, answers, before, cards):
     """More prompts than slots, fewer than sessions, none; a second call of other lengths compiles nothing."""
     asked, greedy = answers
@@ -222,6 +223,7 @@ def test_sampled_answers(whole, answers, sampled):
     assert within(whole.generate, answers[0], max_tokens=5, **SAMPLED) == sampled
 
 
+@pytest.mark.thorough
 def test_counts(whole, answers):
     asked = answers[0][:4]
     for engine in whole.engines:
@@ -238,6 +240,7 @@ def test_its_engines_keep_no_snapshots(whole):
         whole.engines[0].submit([7], SamplingParams(keep=True))
 
 
+@pytest.mark.thorough
 def test_a_request_has_the_same_bits_alone_and_in_company(whole, answers):
     """On either session, beside requests of its own session and of the other, and after a known prefix."""
     asked = answers[0]
@@ -472,6 +475,7 @@ def check_shares(model, halves, plan):
             assert eqx.tree_equal(held, expected)
 
 
+@pytest.mark.thorough
 def test_weights(model, whole):
     plan = agree(model, 1, 3, 2, 4)  # four experts: 2, 1 and 1
     check_shares(model, halve(model, plan, range(plan.ffn_workers)), plan)
@@ -543,6 +547,7 @@ def test_what_only_the_engines_have_no_room_for_is_refused_before_any_work(model
         assert [engine.stats().submitted for engine in few.engines] == [0, 0]
 
 
+@pytest.mark.thorough
 def test_no_seed_is_seed_0(model, whole, answers):
     asked = answers[0][:1]
     given = {"max_tokens": 2, "temperature": 0.9, "ignore_eos": True}
@@ -576,6 +581,7 @@ def of_session(worker):
     return lambda layer, x, state, piece, *rest: piece.tokens.shape[1] == 1 and any(layer is own for own in layers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [3, *exhaustively([0, 6])])
 def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards, monkeypatch, after):
     """In the first layer, or amid a step with a micro-batch under way; afterwards nothing is left of it."""
@@ -594,6 +600,7 @@ def test_a_session_that_fails_ends_its_own_requests_alone(whole, answers, cards,
     assert flags(at_rest(cards)) == 0
 
 
+@pytest.mark.thorough
 def test_a_value_error_of_a_pass_names_the_worker(whole, answers, monkeypatch):
     """It is no bad prompt."""
     with monkeypatch.context() as patch:

@@ -120,6 +120,7 @@ def test_a_case_that_cannot_be_built(toy):
     assert "telescope" in shown([record])
 
 
+@pytest.mark.thorough
 def test_a_wrong_operator_is_caught(toy, monkeypatch):
     """Expert weights that are not applied: plausible numbers, and no speed for them."""
 
@@ -295,6 +296,7 @@ def test_likeliest():
         likeliest([[1, 0]], lambda: logits * math.nan)
 
 
+@pytest.mark.thorough
 def test_random_checkpoints(tmp_path):
     """Rows say different things, and a second call draws nothing anew."""
     directory = checkpoint(TOY, tmp_path)

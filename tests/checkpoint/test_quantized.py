@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from exhaustive_cases import exhaustively
+from exhaustive_cases import exhaustively, thoroughly
 from quantized_models import CONFIGS, SIZES, compressed, config, model
 
 import ling3
@@ -128,7 +128,7 @@ def test_every_scale_has_its_weight_and_fits(stored, change, message, tmp_path):
         ling3.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", thoroughly(["fp8", "mxfp4"], but=["fp8"]))
 def test_numbers_that_are_nan_are_refused(name, tmp_path):
     own = model(name)
     ling3.save(own, tmp_path)
@@ -167,7 +167,7 @@ def changed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", exhaustively(["int4", "int8", "fp8"], but=["int4", "fp8"]))
-@pytest.mark.parametrize("scale", [0.0, -0.5, 3e38])
+@pytest.mark.parametrize("scale", thoroughly([0.0, -0.5, 3e38], but=[0.0]))
 def test_scales_that_are_none_are_refused(name, scale, changed):
     stored = np.asarray([scale], jnp.float32 if name == "fp8" else jnp.bfloat16)
     path = changed(name, {f"{KEY}.{SCALE[name]}": stored})

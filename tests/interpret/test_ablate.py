@@ -164,6 +164,7 @@ def test_a_mean_gate_is_the_mean():
         np.testing.assert_allclose(held, np.broadcast_to(mean, held.shape), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_padding_does_not_count_in_a_mean():
     padded = jnp.pad(TOKENS, ((0, 0), (0, 5)))
     valid = jnp.arange(19)[None] < jnp.full((2, 1), 14)
@@ -186,6 +187,7 @@ def test_without_rope_the_order_of_what_came_before_is_lost():
     assert moved(model) > 1e-2
 
 
+@pytest.mark.thorough
 def test_experts_are_dropped_and_fewer_are_chosen():
     chosen = [np.asarray(x.chosen) for x in ling3.trace(ablated("experts 1 and 6 dropped"), TOKENS).moe.values()]
     assert not np.isin(chosen, [1, 6]).any()
@@ -226,7 +228,11 @@ def test_layers_say_what_is_different_and_later_words_win():
         (lambda m: ablate.variant(m, attention="kda"), r"has no model\.layers\.3\.attention\.q_proj"),
         (lambda m: ablate.variant(m, hidden_size=64), "has no model.word_embeddings.weight"),
         (lambda m: ablate.variant(m, kda_output_gate="constant"), "g_proj.bias"),
-        (lambda m: ablate.mean_output_gate(ablate.no_output_gate(m), TOKENS), "output gate of layer 0 is 'none'"),
+        pytest.param(
+            lambda m: ablate.mean_output_gate(ablate.no_output_gate(m), TOKENS),
+            "output gate of layer 0 is 'none'",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_an_error(cut, message):

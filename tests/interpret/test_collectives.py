@@ -129,6 +129,7 @@ def test_a_step_exchanges_what_the_rules_say(tensor, sums):
     assert {each.source for each in found if "layers" in each.source} >= {"layers.0.attention.o_proj"}
 
 
+@pytest.mark.thorough
 def test_the_engines_step_exchanges_the_same():
     assert listed(by_source(engines_decode(shapes_of(2)))) == of_the_rules(2, ROWS, loops=1)
 

@@ -134,6 +134,7 @@ def test_what_is_written_is_what_the_state_gains(traced):
         np.testing.assert_allclose(inside.write_norm[:, -1], jnp.linalg.norm(gained, axis=(-2, -1)), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_tokens_texts_are_the_prompt_and_the_models_answer(nano):
     model, tokenizer = nano
     prompt = "Question: Sam has 3 pens.\n\tHe gets 4 more: 你好"
