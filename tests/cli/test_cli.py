@@ -325,6 +325,7 @@ def test_a_wrong_command_line(argv, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.thorough
 def test_a_reader_that_goes_away(directory):
     command = [sys.executable, "-m", "ling3.cli", "inspect", str(directory), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -345,6 +346,7 @@ cache.KDAState("no array", "nor this")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("debug", "code"), [([], 0), (["--debug"], 1)])
 def test_a_process_checks_types_only_where_it_is_debugged(debug, code):
     program = PROBE.format(argv=["ling3", "inspect", "nano", *debug])

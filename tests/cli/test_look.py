@@ -9,6 +9,7 @@ import ling3
 from ling3 import cli
 
 
+@pytest.mark.thorough
 def test_the_page_is_that_of_the_function(directory, tmp_path, capsys):
     out = tmp_path / "look.html"
     assert cli.main(["look", str(directory), "-p", "hello 你好", "--new-tokens", "3", "--out", str(out)]) == 0

@@ -3,6 +3,8 @@
 import importlib.util
 import sys
 
+import pytest
+
 from ling3 import cli
 from ling3.evals.prompts import Question, write
 from ling3.evals.run import Score
@@ -19,6 +21,7 @@ class Watch:
             self.seen.append(name)
 
 
+@pytest.mark.thorough
 def test_nothing_of_ray_is_imported_without_replicas(directory, scripted, tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.split(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, name)

@@ -271,6 +271,7 @@ def logged_compiles():
         jax.config.update("jax_log_compiles", False)
 
 
+@pytest.mark.thorough
 def test_nothing_is_compiled_after_warmup(caplog):
     """Mixed traffic: every padding, sampling of all kinds, preemption, aborts, NaN; shapes that no other test has."""
     served = engine(num_pages=PAGES + 1)
@@ -319,6 +320,7 @@ def test_a_request_alone_waits_for_no_more_than_a_first_token_takes():
     assert decode._cache_size() == decodes + 1
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_left_gives_its_memory_back():
     """At once, and not when the garbage collector next looks for cycles: the next engine may need it."""
     left = engine()
@@ -336,6 +338,7 @@ def test_an_engine_that_is_left_gives_its_memory_back():
         gc.enable()
 
 
+@pytest.mark.thorough
 def test_memory_is_free_before_the_next_engine_is_made():
     """Also if the old one's thread has just been sent a message."""
     gc.collect()

@@ -78,6 +78,7 @@ def test_loads_are_the_shares_of_the_choices(traced):
         np.testing.assert_allclose(inside.weights.sum(-1), scaling, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_lens_can_be_left_out_and_no_tokens_are_refused():
     model = open_model(TINY)
     assert all(layer.logits is None for layer in ling3.trace(model, TOKENS, logit_lens=False).layers)

@@ -139,6 +139,7 @@ def test_nan_in_unused_memory_changes_nothing(name):
         assert np.all(np.isnan(dirty[1]))
 
 
+@pytest.mark.thorough
 def test_no_token_sees_a_later_one(name):
     """The gradient of token t's logits by token t+1's embedding is exactly 0; by earlier ones it is not."""
     model, _ = case(name)

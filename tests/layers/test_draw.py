@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from exhaustive_cases import thoroughly
 from published_configs import DEEPSEEK_V4_FLASH
 from published_transformers import QWEN3_30B_A3B
 from tiny import FLASH, TINY
@@ -54,7 +55,10 @@ def test_a_matrix_is_the_one_of_the_next_key():
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, FLASH, Qwen3MoeConfig.from_dict(QWEN3_30B_A3B), DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH)],
+    thoroughly(
+        [TINY, FLASH, Qwen3MoeConfig.from_dict(QWEN3_30B_A3B), DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH)],
+        but=[TINY, FLASH],
+    ),
     ids=["tiny", "flash", "qwen3-moe", "v4"],
 )
 def test_every_matrix_of_a_layer_is_stated(config):
