@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
-from cases import CONFIGS, LENGTHS, first_divergence
+from cases import CONFIGS, LENGTHS, LOGITS, first_divergence
 
 
 def distances(case, model: str, other: str) -> np.ndarray:
@@ -41,3 +41,4 @@ def test_ling3_is_as_close_to_the_truth_as_transformers(open_case, show):
     theirs, ours = found["transformers", "truth"]["all"], found["ling3", "truth"]["all"]
     assert np.median(ours) <= np.median(theirs)
     assert ours.max() <= theirs.max()
+    assert found["ling3", "transformers"]["all"].max() <= LOGITS

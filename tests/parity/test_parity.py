@@ -1,5 +1,7 @@
 """ling3 against transformers' `BailingHybridForCausalLM`: fp32, CPU, random checkpoints in the published layout."""
 
+import itertools
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +12,28 @@ pytest.importorskip("transformers", reason="the parity suite needs the extra `pa
 
 import transformers
 from cases import CONFIGS, LENGTHS, LOGITS, first_divergence
+from exhaustive_cases import exhaustively
 from stages import ling3_stages
 from tiny import FLASH, open_model
 
 import ling3
 
-each_case = pytest.mark.parametrize("name", CONFIGS)
+# The logits of every checkpoint at every length are in `test_closeness.py` too.
+each_case = pytest.mark.parametrize(
+    ("name", "length"),
+    exhaustively(itertools.product(CONFIGS, LENGTHS), but=[("tiny-like, bound -5.0", length) for length in LENGTHS]),
+)
 # A bound of -1 runs the program of -5 with another constant: lengths are compared, the costlier questions asked once.
-each_program = pytest.mark.parametrize("name", [name for name in CONFIGS if "bound -1.0" not in name])
+each_program = pytest.mark.parametrize(
+    "name",
+    exhaustively(
+        [name for name in CONFIGS if "bound -1.0" not in name],
+        but=["tiny-like, bound -5.0", "flash-like, bound None", "real head sizes"],
+    ),
+)
 
 
 @each_case
-@pytest.mark.parametrize("length", LENGTHS)
 def test_logits(open_case, name, length):
     case = open_case(name)
     ours, theirs = case.logits("ling3", length), case.logits("transformers", length)
