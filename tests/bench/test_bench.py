@@ -240,6 +240,7 @@ def test_a_file_without_prompts(tmp_path, content, message):
         read_requests(path, (4, 4))
 
 
+@pytest.mark.thorough
 def test_offline(engine, monkeypatch):
     """Everything is answered in full, nothing is compiled while the clock runs, and nothing is left behind."""
     compiled = []

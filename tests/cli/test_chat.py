@@ -78,6 +78,7 @@ def turns(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
+@pytest.mark.thorough
 def test_a_conversation_is_the_template_over_its_turns(engine):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40))
     assert said(conversation, QUESTION) == ANSWER
@@ -90,6 +91,7 @@ def test_a_conversation_is_the_template_over_its_turns(engine):
     assert not engine.has_work or engine.stats().running == 0
 
 
+@pytest.mark.thorough
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(engine, monkeypatch):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40))
     for delta in conversation.ask(QUESTION):
@@ -124,6 +126,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(engine, monkeypat
     assert (stats.free_slots, stats.free_pages) == (stats.slots, stats.pages)
 
 
+@pytest.mark.thorough
 def test_an_answer_that_said_nothing_is_forgotten_with_its_question(engine, monkeypatch):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40), turns=turns("a", "b"))
     monkeypatch.setattr(engine, "stream", lambda *_, **__: (raise_(KeyboardInterrupt) for _ in "a"))
@@ -132,6 +135,7 @@ def test_an_answer_that_said_nothing_is_forgotten_with_its_question(engine, monk
     assert conversation.turns == turns("a", "b")
 
 
+@pytest.mark.thorough
 def test_a_full_context_ends_an_answer_and_then_refuses_questions(engine):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=1000, ignore_eos=True))
     *_, last = conversation.ask(QUESTION)
@@ -148,6 +152,7 @@ def test_a_full_context_ends_an_answer_and_then_refuses_questions(engine):
     assert said(conversation, QUESTION) == ANSWER
 
 
+@pytest.mark.thorough
 def test_a_fault_of_the_engine_is_an_error_and_the_conversation_goes_on(engine, monkeypatch):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40))
 

@@ -225,6 +225,7 @@ def test_a_stream_whose_event_loop_was_closed_ends_in_silence(served):
     assert served.stats().finished["error"] == before.finished["error"] + 1
 
 
+@pytest.mark.thorough
 def test_ctrl_c_at_random_times(served, alone):
     """Of whatever is under way in the main thread, and an event loop goes on beside it."""
     draw, stop, interrupts, armed = random.Random(0), threading.Event(), [], [False]

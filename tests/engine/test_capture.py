@@ -12,6 +12,8 @@ from tiny import widened
 import ling3
 from ling3.engine.capture import PATHS
 
+pytestmark = pytest.mark.thorough
+
 ALL = ling3.Capture(**dict.fromkeys(PATHS, True))
 # One token, a part of a chunk of 32, a whole one, one token more, and several.
 TEXTS = [np.random.default_rng(n).integers(6, CONFIG.vocab_size, n).tolist() for n in (1, 20, 32, 33, 90)]

@@ -83,6 +83,7 @@ BY_WEIGHTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", exhaustively(BY_WEIGHTS, but=["no output gate"]))
 def test_an_ablation_is_what_a_weight_can_do(name):
     expected = BY_WEIGHTS[name]()(TOKENS)

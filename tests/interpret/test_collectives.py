@@ -20,6 +20,8 @@ from ling3.execution import PLAIN
 from ling3.interpret.collectives import by_source, collectives
 from ling3.mesh import Rules, plan
 
+pytestmark = pytest.mark.thorough
+
 HIDDEN, HEADS, WIDTH, DENSE, SHARED, TOP_K, VOCAB = 256, 8, 32, 512, 256, 2, 500
 CONFIG = dataclasses.replace(
     TINY,
@@ -129,7 +131,6 @@ def test_a_step_exchanges_what_the_rules_say(tensor, sums):
     assert {each.source for each in found if "layers" in each.source} >= {"layers.0.attention.o_proj"}
 
 
-@pytest.mark.thorough
 def test_the_engines_step_exchanges_the_same():
     assert listed(by_source(engines_decode(shapes_of(2)))) == of_the_rules(2, ROWS, loops=1)
 

@@ -10,6 +10,8 @@ from tiny import FLASH, TINY, UNBOUNDED, open_model
 import ling3
 from ling3.cache import CacheSpec, Span
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, TINY.vocab_size)
 SPAN = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 21, jnp.int32))
 # Sums of 32 float32 products in another order, of outputs of size 1.
@@ -78,7 +80,6 @@ def test_loads_are_the_shares_of_the_choices(traced):
         np.testing.assert_allclose(inside.weights.sum(-1), scaling, rtol=1e-5)
 
 
-@pytest.mark.thorough
 def test_the_lens_can_be_left_out_and_no_tokens_are_refused():
     model = open_model(TINY)
     assert all(layer.logits is None for layer in ling3.trace(model, TOKENS, logit_lens=False).layers)

@@ -28,6 +28,8 @@ from ling3.checkpoint.names import structure, weights_of
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place, plan
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = pathlib.Path(__file__).with_name("loading_process.py")
 SUMS, WITHIN_EXPERTS = Rules(sums=True), Rules(experts=None)
 EVERYWHERE = Rules(experts=("data", "tensor"))

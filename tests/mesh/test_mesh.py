@@ -41,6 +41,7 @@ def expected(name):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [
@@ -79,6 +80,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tensor", "data", "rules", "num_pages"),
     [

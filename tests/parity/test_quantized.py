@@ -125,6 +125,12 @@ def decoded(to, tensors, scheme):
     return compressor.decompress(tensors, scheme)["weight"]
 
 
+@jax.jit
+def dense(matrix):
+    """A matrix's numbers; matrices of one shape share a program."""
+    return matrix.dense()
+
+
 def scheme_of(path):
     """What the checkpoint says of its weights; None for FP8."""
     groups = transformers.AutoConfig.from_pretrained(path).quantization_config.get("config_groups")
@@ -139,7 +145,7 @@ def test_dequantized_weights_are_theirs_bit_for_bit(checkpoint, to, dtype):
     for module, matrix in matrices(path):
         own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == module}
         theirs = decoded(to, own, scheme)
-        found = np.asarray(jax.jit(lambda m: m.dense())(matrix), np.float32)
+        found = np.asarray(dense(matrix), np.float32)
         np.testing.assert_array_equal(found, theirs.float().numpy(), err_msg=module)
         if to != "mxfp4":
             assert str(theirs.dtype).removeprefix("torch.") == str(matrix.dtype)
