@@ -10,6 +10,7 @@ from ling3.engine.sampling_params import SamplingParams
 PROMPTS = ("the cat", "မြမာပ", "你好 😀 ", "a b\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", exhaustively(MAKERS, but=["sentencepiece", "smollm2"]))
 def test_streams_are_what_is_decoded_after_the_prompt(name):
     tokenizer, made = load(name), engine(name)

@@ -80,6 +80,7 @@ def test_filters_apply_in_their_order_to_what_is_chosen_and_not_to_what_is_repor
     assert chosen(params(stop_token_ids=[2], min_tokens=1), [3], [], only_two)[0] == NOT_A_NUMBER, "no early end"
 
 
+@pytest.mark.thorough
 def test_a_request_has_the_same_bits_in_any_company():
     """With penalties or none; and continued from a snapshot, it has those of the request that was not interrupted."""
 

@@ -49,6 +49,7 @@ def test_one_batch_answers_alike(questions, answers):
     assert len({len(answer.token_ids) for answer in answers}) > 6
 
 
+@pytest.mark.thorough
 def test_no_answer_hung_on_rounding(answers):
     """Each token led the next by far more than the 1e-5 that float32's rounding makes of such logits."""
     for answer in answers:

@@ -43,6 +43,7 @@ def test_the_tokens_are_those_of_generate(alone):
         assert list(found[0]) == expected != other
 
 
+@pytest.mark.thorough
 def test_nobody_else_notices_and_neither_do_they(served, alone):
     """Beside requests with other interventions of the same kind, with others, and with none."""
     lonely = engine(prefix_cache=False)

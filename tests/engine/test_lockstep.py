@@ -100,6 +100,7 @@ def test_requests_preempted_aborted_and_ended_by_strings(pair):
     assert all(np.array_equal(a, b) for a, b in zip(contents(leader), contents(other), strict=True))
 
 
+@pytest.mark.thorough
 def test_grammars_and_scores_of_prompts(pair):
     """Each process computes the masks for itself, and they are the same."""
     leader, asked, followed = pair

@@ -158,6 +158,7 @@ def test_gradients_of_quantized_experts_are_those_of_activations_and_weights():
         jax.grad(functools.partial(scalar, block_experts), argnums=2, allow_int=True)(x, weights, stacks)
 
 
+@pytest.mark.thorough
 def test_no_stack_is_decoded_at_once():
     """Temporaries stay far below the numbers of all experts."""
     own, numbers = quantized_case(64, 64, hidden=128, intermediate=128)
