@@ -26,7 +26,7 @@ demo: .venv/installed
 test: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "not thorough and not slow" --durations=30 $(APART)
 
-# The rest of what every change must pass in a quarter of an hour: laws that compile models of their own.
+# Laws that compile models, engines or kernels of their own: every change must pass them, but no user need wait for them.
 thorough: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "thorough and not slow" --durations=30 $(APART)
 
