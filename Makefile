@@ -83,8 +83,8 @@ slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" --durations=10 $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what `test`, `thorough`, `slow`, `parity` and `real` ask, soaks and experiments at length, every benchmark at toy
-# sizes: before a release, and for whoever changes what they are about.
+# The other cases of what `test`, `thorough`, `slow`, `parity` and `real` ask, soaks and experiments at length, every
+# benchmark at toy sizes: before a release, and for whoever changes what they are about.
 exhaustive: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "exhaustive and not optimized" $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive and optimized" $(APART) $(MESH:%=--ignore=%)
