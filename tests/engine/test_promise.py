@@ -184,8 +184,11 @@ def alone_in(which, *sizes):
 class FreshCompany(Company):
     """The same with examples that no run has seen, and sizes by the engine's own settings."""
 
-    @initialize(sizes=st.sampled_from([(1, 9, 32), (2, 20, 8), (5, 12, 16), (6, 48, 32)]))
+    @initialize(sizes=st.sampled_from([(2, 20, 8), (6, 48, 32)]))
     def begin(self, sizes):
+        self.open(sizes)
+
+    def open(self, sizes):
         self.sizes = sizes
         self.engine, _ = engines(*sizes)
         self.engine.forget_prefixes()
@@ -196,10 +199,18 @@ class FreshCompany(Company):
         return alone_in(which, *self.sizes)
 
 
+class OtherFreshCompany(FreshCompany):
+    """The same in engines of one slot, and of few pages for many."""
+
+    @initialize(sizes=st.sampled_from([(1, 9, 32), (5, 12, 16)]))
+    def begin(self, sizes):
+        self.open(sizes)
+
+
+FRESH = settings(max_examples=10, stateful_step_count=30, deadline=None, derandomize=False, print_blob=True)
 TestFreshCompany = pytest.mark.optimized(pytest.mark.slow(FreshCompany.TestCase))
-TestFreshCompany.settings = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, derandomize=False, print_blob=True
-)
+TestOtherFreshCompany = pytest.mark.optimized(pytest.mark.exhaustive(pytest.mark.slow(OtherFreshCompany.TestCase)))
+TestFreshCompany.settings = TestOtherFreshCompany.settings = FRESH
 
 
 def test_constant_preemption_changes_nothing():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deepseek_v4_checkpoint import WIDE
-from exhaustive_cases import exhaustively
+from exhaustive_cases import exhaustively, thoroughly
 from small_engine import CONFIG, SETTINGS, answer, crowd, engine, idle, model, reciter, tokenizer
 from tiny import open_model
 
@@ -100,7 +100,7 @@ def bits(*outputs):
 # Right after a prompt
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("length", thoroughly([1, 15, 16, 31, 32, 33, 64, 100], but=[1, 33]))
 def test_right_after_a_prompt_is_a_new_request(served, length):
     """Any number of continuations, each as if the prompt were its own; only its last token is computed again."""
     prompt = ids(length)
@@ -151,7 +151,7 @@ def test_several_continuations_at_once_beside_others(served):
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-@pytest.mark.parametrize("length", [1, 32, 45])
+@pytest.mark.parametrize("length", thoroughly([1, 32, 45], but=[45]))
 def test_an_interrupted_answer_is_the_whole_one(served, kind, length):
     """Cut after any number of tokens, or after each."""
     whole = bits(ask(lonely(), ids(length), params(14, **SAMPLED[kind])))

@@ -65,6 +65,7 @@ def test_scales_of_six_bits():
     np.testing.assert_array_equal(found, np.repeat((scales * codes - 2 * minima)[:, None], 32, axis=1))
 
 
+@pytest.mark.thorough
 def test_stacks_rows_and_cuts():
     matrix = drawn("Q5_0", 6, 2, 3)
     numbers = np.asarray(matrix.decoded())

@@ -18,7 +18,10 @@ from ling3.ops.kda import kda_step
 from ling3.ops.swiglu import SwiGLU
 
 # jax 0.11 says that a later release drops Triton, for which `triton_params` is prepared.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 STEP = jax.jit(functools.partial(fused_kda_step, interpret=True))
 PLAIN = jax.jit(kda_step)
