@@ -326,6 +326,7 @@ def test_a_wrong_argument_is_named(call, message):
         call()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("page", "pages"), [(3, 4), *exhaustively([(64, 2)])])
 @pytest.mark.parametrize("packing", [ENTRIES, KEYS], ids=["entries", "keys"])
 def test_entries_written_one_by_one_make_packed_pages(packing, page, pages):
