@@ -73,6 +73,7 @@ def test_products_round_the_rows_that_they_multiply(kind, times):
     assert np.abs(y - jax.jit(times)(x, matrix)).max() > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_round_before_both_products(kind):
     like = [Linear(jnp.zeros(shape)) for shape in ((4, 64, 128), (4, 64, 128), (4, 128, 64))]
