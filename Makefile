@@ -12,8 +12,8 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=tests/server --ignore=tests/fleet/test_replicas.py \
-	--ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
+APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=tests/server --ignore=tests/evals/test_harness.py \
+	--ignore=tests/fleet/test_replicas.py --ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
 
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_collectives.py tests/interpret/test_plan.py tests/train/test_fsdp.py

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_models
+from exhaustive_cases import exhaustively
 from tiny import FLASH, TINY, open_model
 
 import ling3
@@ -31,7 +32,7 @@ def random_adapter(model, size=0.3, rank=2):
     return jax.tree.unflatten(tree, drawn)
 
 
-@pytest.fixture(scope="module", params=[FLASH, pytest.param(TINY, marks=pytest.mark.exhaustive)], ids=["flash", "tiny"])
+@pytest.fixture(scope="module", params=exhaustively([FLASH, TINY], but=[FLASH]), ids=["flash", "tiny"])
 def model(request):
     return open_model(request.param)
 
@@ -50,6 +51,7 @@ def test_a_new_adapter_changes_no_bit(model):
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.thorough
 def test_beside_the_weights_and_in_them(model):
     """The logits' standard deviation is near 1, and each layer sums in another order: 2e-4 as in parity."""
     adapter = random_adapter(model)
@@ -85,6 +87,7 @@ def test_over_quantized_weights_it_is_that_of_their_numbers():
     assert jax.tree.structure(dequantized(found, jnp.float32)) == jax.tree.structure(expected)
 
 
+@pytest.mark.thorough
 def test_gradients_reach_every_a_and_b():
     """With B = 0, as training begins, only B has any; the experts' own weights are no part of the adapter."""
     model = open_model(FLASH)

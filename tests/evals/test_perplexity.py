@@ -69,6 +69,7 @@ def test_windows(model, context, stride):
     np.testing.assert_allclose(found, expected, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_more_context_is_used(model):
     """The last token of a text that repeats itself depends on how far back a window reaches."""
     ids = tokens(60, seed=2)
