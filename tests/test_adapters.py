@@ -166,6 +166,7 @@ def test_a_model_on_a_mesh_is_refused():
         ling3.with_adapter(sharded, one(model))
 
 
+@pytest.mark.thorough
 def test_another_scale_is_another_model():
     """The identities of a model, for snapshots and for files of predictions, are those of before without an adapter."""
     model = open_model(TINY)

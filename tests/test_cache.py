@@ -60,6 +60,7 @@ def test_an_entry_of_several_tokens_is_there_when_they_are_complete():
     assert np.count_nonzero(entries) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("packing", "pack"), [(ENTRIES, pack), (KEYS, pack_index)], ids=["entries", "keys"])
 def test_a_full_page_of_packed_entries_has_the_bytes_of_packing_them(packing, pack):
     """Of two rows, whose entries come in pieces of any length, to pages in any order."""

@@ -38,6 +38,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.thorough
 def test_every_row_is_an_ablation_and_every_model_without_something_is_in_a_row():
     model = init(NANO.config(train_tokenizer(corpus(0, size=20), 700)), key=jax.random.key(0))
     cuts = {each.name for each in ablations(model)}

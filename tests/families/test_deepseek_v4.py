@@ -332,6 +332,7 @@ def quantized(tmp_path_factory):
     return directory, stored, means
 
 
+@pytest.mark.thorough
 def test_the_releases_fp8_and_fp4_are_kept_and_mean_the_same(quantized, tmp_path):
     """In memory and in what is saved they are the stored bits; dequantized, the numbers that these mean."""
     directory, stored, means = quantized

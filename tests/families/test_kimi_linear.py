@@ -221,6 +221,7 @@ def test_it_trains(model):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.thorough
 def test_it_is_inspected_and_traced(model):
     described = report(CONFIG)
     assert described.parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -233,6 +234,7 @@ def test_it_is_inspected_and_traced(model):
     assert jnp.all(seen.kda[0].decay < 0)
 
 
+@pytest.mark.thorough
 def test_its_mechanisms_are_cut(model):
     """As Ling-3's are, for its modules are Ling-3's; MLA has neither an output gate nor a rotation to lose."""
     names = [ablation.name for ablation in ablations(model)]
