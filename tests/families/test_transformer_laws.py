@@ -49,6 +49,7 @@ def test_step_is_the_forward_pass(name):
         np.testing.assert_allclose(token[row, 0], whole[row, length], atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOME)
 def test_answers_are_generates_in_company_and_alone(name):
     """Greedy ones; and after preemption, with the same bits in their log-probabilities."""
@@ -119,6 +120,7 @@ def test_training_lowers_the_loss(name):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_it_is_ablated(name, tmp_path):
     """What a module may be without is cut. No config of these families has a word for it, so `save` refuses it."""

@@ -118,6 +118,7 @@ def test_an_array_is_cut_along_its_largest_axis_that_divides():
         assert fsdp.spec(shape) == PartitionSpec(*spec)
 
 
+@pytest.mark.thorough
 def test_a_model_that_lies_so_is_saved_like_any_other(tmp_path):
     fsdp, whole = Fsdp(mesh()), model("ling3")
     ling3.save(whole, tmp_path / "one")
