@@ -444,6 +444,7 @@ def test_every_module_with_arrays_is_checked():
     assert not unchecked
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", exhaustively(FILES, but=FILES.keys() - set(SLOW)))
 def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

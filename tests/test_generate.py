@@ -102,6 +102,7 @@ def test_one_token_and_no_prompts(model):
     assert ling3.generate(model, [], max_tokens=5) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "alone", [(0, 2), pytest.param((1,), marks=[*EXHAUSTIVE, pytest.mark.optimized])], ids=["short", "long"]
 )

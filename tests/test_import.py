@@ -33,12 +33,14 @@ for name in ("nonesuch", "_nonesuch"):
 """
 
 
+@pytest.mark.thorough
 def test_public_names_are_imported_when_they_are_used():
     """The functions `generate` and `trace` stay functions, although submodules have the same names."""
     done = subprocess.run([sys.executable, "-c", FACE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_importing_the_package_leaves_for_later_what_not_everyone_needs():
     program = f"import sys; from ling3 import *; print([name for name in {LATER!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -85,6 +87,7 @@ def test_type_checkers_see_the_names_that_are_imported():
     assert {*seen, "ablate", "__version__"} == set(ling3.__all__)
 
 
+@pytest.mark.thorough
 def test_what_the_package_builds_on_is_not_compiled_for_it_alone():
     """Beneath a module with the hook, Python would look for its own bytecode of jax and find none."""
     program = (
@@ -94,6 +97,7 @@ def test_what_the_package_builds_on_is_not_compiled_for_it_alone():
     assert "jaxtyping" not in done.stdout and done.stdout.count(".pyc") == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("variable", "told"), [("0", "argument 'chunk_size' is 'x'"), ("1", "not supported between")])
 def test_jaxtypings_variable_leaves_types_unchecked(variable, told):
     program = "from ling3.ops.kda import check_chunk_size; check_chunk_size('x')"

@@ -108,6 +108,7 @@ OTHER_WEIGHTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", exhaustively(OTHER_WEIGHTS, but=["expert", "residual"]))
 def test_it_is_the_model_with_other_weights(model, plain, name):
     changes, other = OTHER_WEIGHTS[name]
@@ -116,12 +117,14 @@ def test_it_is_the_model_with_other_weights(model, plain, name):
     assert np.abs(found - plain).max() > 0.1
 
 
+@pytest.mark.thorough
 def test_adding_nothing_changes_no_bit(model, plain):
     changes = [CHANGE.add(i, np.zeros(FLASH.hidden_size)) for i in range(4)]
     assert np.array_equal(model(TOKENS, interventions=changes), plain)
     assert np.array_equal(model(TOKENS, interventions=[]), plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("site", ["residual", *exhaustively(["attended", "beta", "heads"])])
 def test_no_token_knows_of_a_later_position(model, plain, site):
     """Bit for bit up to the chunk in which KDA's tokens share a reference point for their decays, to rounding in it."""
@@ -212,6 +215,7 @@ def test_step_by_step_it_is_the_whole(model):
             np.testing.assert_allclose(logits[row, 0], whole[row, d + i], atol=ROUNDING)
 
 
+@pytest.mark.thorough
 def test_other_numbers_run_in_the_same_program(model):
     traces = []
 

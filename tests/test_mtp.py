@@ -26,6 +26,8 @@ from ling3.evals.predictions import fingerprint
 from ling3.families import without_mtp
 from ling3.interpret import inspect
 
+pytestmark = pytest.mark.thorough
+
 ONE = dataclasses.replace(TINY, num_nextn_predict_layers=1)
 TWO = dataclasses.replace(TINY_LIKE, num_nextn_predict_layers=2)
 TOKENS = np.random.default_rng(0).integers(3, 90, (2, 9))

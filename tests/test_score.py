@@ -20,6 +20,8 @@ from ling3.engine import sampling
 from ling3.engine.forward import decode, extend
 from ling3.execution import Execution
 
+pytestmark = pytest.mark.thorough
+
 LING3 = {"tiny": TINY, "flash": FLASH, "unbounded": UNBOUNDED}
 FEW_PAGES = {**SETTINGS, "num_pages": 20}
 """The engine preempts some requests; `score` takes as many pages as it needs."""

@@ -15,6 +15,8 @@ from exhaustive_cases import exhaustively
 
 from ling3 import afd
 
+pytestmark = pytest.mark.thorough
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CONTENTS = 40
 

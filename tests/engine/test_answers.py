@@ -56,6 +56,7 @@ def reference(tokens):
     return np.asarray(forward(model(), jnp.asarray(padded))[0, : len(tokens)], np.float64)
 
 
+@pytest.mark.thorough
 def test_order_is_kept_and_each_may_have_its_params(served):
     """Short ones finish first, long ones are preempted, and greedy ones are what `ling3.generate` says."""
     lengths = [60, 3, 90, 1, 30, 75, 8, 2]

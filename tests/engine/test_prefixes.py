@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exhaustive_cases import thoroughly
+from exhaustive_cases import exhaustively
 from tiny import TINY, open_model
 
 import ling3
@@ -18,6 +18,8 @@ from ling3.engine.shapes import Grid, settle
 from ling3.execution import PLAIN
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
+
+pytestmark = pytest.mark.thorough
 
 TINY_LONG = dataclasses.replace(TINY, max_position_embeddings=2048)
 PAGE, STEP, PAGES, LENGTH = 8, 16, 40, 192
@@ -50,7 +52,7 @@ KINDS = {
     "full attention": lambda: small(Qwen2Config, {}),
     "window": lambda: small(MistralConfig, {"sliding_window": WINDOW}),
 }
-every_kind = pytest.mark.parametrize("kind", thoroughly(KINDS, but=["hybrid"]))
+every_kind = pytest.mark.parametrize("kind", exhaustively(KINDS, but=["hybrid", "window"]))
 
 
 def small(config, changes):
@@ -121,7 +123,7 @@ def test_a_prompt_is_found_again_by_whole_steps(kind, length):
     assert after.prompt_tokens - before.prompt_tokens == 3 * length - 2 * known
 
 
-@pytest.mark.parametrize("kind", thoroughly(["hybrid", "full attention"], but=["hybrid"]))
+@pytest.mark.parametrize("kind", exhaustively(["hybrid", "full attention"], but=["hybrid"]))
 def test_prompts_at_once_share_what_the_first_computes(kind):
     served, prompt = fresh(kind), ids(70)
     before = served.stats()
@@ -147,7 +149,7 @@ def test_an_answer_is_known_once_it_was_part_of_a_prompt(kind):
         prompt = [*prompt, *output.token_ids, *ids(9, seed=turn)]
 
 
-@pytest.mark.parametrize("kind", thoroughly(["hybrid", "window"], but=["hybrid"]))
+@pytest.mark.parametrize("kind", ["hybrid", "window"])
 def test_where_prompts_part_the_second_leaves_what_the_third_finds(kind):
     """With room for the ends of prompts alone. Engines that take snapshots of a request's own suffix never hit here."""
     served, common = fresh(kind, snapshots=2), ids(50)

@@ -17,6 +17,8 @@ from ling3.engine.request import NOT_FINITE
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
 
+pytestmark = pytest.mark.thorough
+
 SCORES = SamplingParams(max_tokens=0, prompt_logprobs=3)
 # One token, a part of a chunk of 32, a whole one, one token more, and several.
 LENGTHS = (1, 2, 31, 32, 33, 100)

@@ -180,6 +180,7 @@ def test_transformers_keep_their_bits(name):
     bits_are_kept(open_transformer(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always")
 def test_right_guesses_take_fewer_passes():
     """20 tokens: four in each of five passes, of which one call of at most 16 tokens makes four."""

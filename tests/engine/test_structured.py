@@ -9,7 +9,6 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exhaustive_cases import thoroughly
 from small_engine import (
     ALIGNED,
     CONFIG,
@@ -33,6 +32,8 @@ from ling3.engine.masks import bits, masked, masks_of_steps
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.structured import read, written
 from ling3.serve import BESIDE
+
+pytestmark = pytest.mark.thorough
 
 SCHEMA = {
     "type": "object",
@@ -89,7 +90,7 @@ MODELS = {"ragged": model, "aligned": aligned_model}
 VOCABS = {"ragged": CONFIG.vocab_size, "aligned": ALIGNED.vocab_size}
 
 
-@pytest.fixture(scope="module", params=thoroughly(MODELS, but=["ragged"]))
+@pytest.fixture(scope="module", params=MODELS)
 def each(request):
     """An engine of either model: with a vocabulary of 400 tokens, and of 384, which is a multiple of 128."""
     return engine(MODELS[request.param]())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exhaustive_cases import thoroughly
+from exhaustive_cases import exhaustively
 
 import ling3
 from ling3.cache import map_pages
@@ -20,6 +20,8 @@ from ling3.engine.shapes import settle
 from ling3.execution import PLAIN
 from ling3.families.mistral import MistralConfig
 from ling3.families.qwen2 import Qwen2Config
+
+pytestmark = pytest.mark.thorough
 
 WINDOW, CHUNK, LENGTH = 24, 16, 320
 SIZES = {
@@ -45,7 +47,7 @@ SETTINGS = {
 ROWS = {8: {"max_running_requests": 4, "decode_rows": 4}, 32: {"max_running_requests": 10, "decode_rows": 9}}
 # Tokens of a call and of the window before them: 39. In pages of 8 they are in up to 6, in pages of 32 in up to 3.
 MOST = {8: 6, 32: 3}
-both_sizes = pytest.mark.parametrize("page_size", thoroughly([8, 32], but=[8]))
+both_sizes = pytest.mark.parametrize("page_size", exhaustively([8, 32], but=[8]))
 
 
 @functools.cache

@@ -16,6 +16,8 @@ import ling3
 from ling3 import cli
 from ling3.evals.perplexity import Likelihood, log_likelihoods, perplexity, start_token
 
+pytestmark = pytest.mark.thorough
+
 # In float64, up to the rounding of the logits and of their logsumexp to float32 (5e-7 each at size 8).
 CLOSE = {"rtol": 0, "atol": 2e-6}
 LONGEST = 257
@@ -69,7 +71,6 @@ def test_windows(model, context, stride):
     np.testing.assert_allclose(found, expected, **CLOSE)
 
 
-@pytest.mark.thorough
 def test_more_context_is_used(model):
     """The last token of a text that repeats itself depends on how far back a window reaches."""
     ids = tokens(60, seed=2)

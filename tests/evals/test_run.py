@@ -154,6 +154,7 @@ def test_more_questions_than_the_queue_holds(ask):
     assert [{**line, "schedule": lines[0]["schedule"]} for line in short] == lines
 
 
+@pytest.mark.thorough
 def test_a_request_that_fails_is_a_wrong_answer(ask):
     broken = eqx.tree_at(lambda m: m.lm_head.weight, small_engine.model(), jnp.full((400, 32), jnp.nan))
     assert ask(engine=small_engine.engine(broken)) == Score(0, 10)

@@ -81,6 +81,7 @@ def ids(seed, *shape):
     return np.random.default_rng(seed).integers(3, 64, size=shape).astype(np.int32)
 
 
+@pytest.mark.thorough
 def test_speculation_is_refused_by_name(model):
     with pytest.raises(ValueError, match="speculation: SWA attention keeps no state to go back to behind drafts"):
         ling3.Engine(model, None, max_running_requests=2, max_model_len=64, speculation="lookup")
@@ -214,6 +215,7 @@ def saved(model, tmp_path_factory):
     return directory
 
 
+@pytest.mark.thorough
 def test_it_is_saved_as_it_was(model, saved, tmp_path):
     stored = safetensors.numpy.load_file(saved / "model.safetensors")
     assert set(stored) == {weight.name for weight in weight_names(CONFIG)}
@@ -232,6 +234,7 @@ def _elsewhere(saved, directory, tensors):
     return directory
 
 
+@pytest.mark.thorough
 def test_transformers_layouts_load_too(model, saved, tmp_path):
     """Those that it writes by default and by its modules' names; and multi-token prediction is left out."""
     stored = safetensors.numpy.load_file(saved / "model.safetensors")

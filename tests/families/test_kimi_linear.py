@@ -154,6 +154,7 @@ def test_it_is_saved_as_it_was(saved, tmp_path):
     assert (tmp_path / "again" / "config.json").read_bytes() == (saved / "config.json").read_bytes()
 
 
+@pytest.mark.thorough
 def test_an_a_log_of_one_axis_loads_too(saved, tmp_path):
     (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
     stored = safetensors.numpy.load_file(saved / "model.safetensors")

@@ -51,6 +51,7 @@ def config_of(tmp_path, raw):
     return read_config(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", exhaustively(CENSUS, but=[name for name in CENSUS if "B-A" not in name]))
 def test_the_census_of_published_configs(tmp_path, name):
     """Parameters and tensors as on the hub; nothing is allocated, as no machine could hold the largest."""

@@ -16,6 +16,8 @@ from ling3.execution import CPU, PLAIN, Execution
 from ling3.interpret import kernels
 from ling3.ops import forms
 
+pytestmark = pytest.mark.thorough
+
 
 def by_operator(report):
     return {(row.operator, row.call): row for row in report.rows}
@@ -43,7 +45,6 @@ def test_the_plain_table_asks_no_kernel():
     assert {(row.form, row.times) for row in report.rows} == {("plain", 0)}
 
 
-@pytest.mark.thorough
 @needs_compiler
 def test_kernels_that_run():
     with installed():

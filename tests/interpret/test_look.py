@@ -16,6 +16,8 @@ from tiny import DEEP, FLASH, open_model
 import ling3
 from ling3.interpret.look import LONGEST, page, token_text
 
+pytestmark = pytest.mark.thorough
+
 IDS = np.random.default_rng(1).integers(3, DEEP.vocab_size, size=17).tolist()
 DIGITS = {"rtol": 5.1e-4, "atol": 1e-30}  # of four digits
 HALF = {"rtol": 2**-11, "atol": 2**-25}  # of float16, and of its subnormal numbers
@@ -134,7 +136,6 @@ def test_what_is_written_is_what_the_state_gains(traced):
         np.testing.assert_allclose(inside.write_norm[:, -1], jnp.linalg.norm(gained, axis=(-2, -1)), atol=1e-5)
 
 
-@pytest.mark.thorough
 def test_the_tokens_texts_are_the_prompt_and_the_models_answer(nano):
     model, tokenizer = nano
     prompt = "Question: Sam has 3 pens.\n\tHe gets 4 more: 你好"

@@ -40,6 +40,7 @@ def test_both_forms_are_the_sum_over_chosen_experts(tokens, experts, top_k, limi
     np.testing.assert_allclose(DENSE(*x, SwiGLU(limit)), expected, atol=3e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [block_experts, dense_experts])
 def test_a_limit_that_comes_before_silu(form):
     x = case(9, 4, 2)
@@ -55,6 +56,7 @@ def test_one_expert_may_take_everything(tokens):
     np.testing.assert_allclose(BLOCKS(x, chosen, *rest), DENSE(x, chosen, *rest), atol=3e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_are_the_dense_forms():
     check_gradients()
 
@@ -78,6 +80,7 @@ def test_no_dense_expansion_is_compiled():
     assert compiled.memory_analysis().temp_size_in_bytes < dense / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_bits_do_not_depend_on_how_many_experts_are_busy(tokens, dtype, monkeypatch):
@@ -106,6 +109,7 @@ def test_no_expert_is_converted_before_it_is_needed(tokens):
     assert memory.temp_size_in_bytes < converted / 2 + 4 * activations
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outside", thoroughly([-1, 32, 2**31 - 1], but=[32]))
 def test_what_is_no_expert_stands_for_none(outside):
     check_no_expert(BLOCKS, outside)
@@ -136,6 +140,7 @@ def quantized_case(tokens, experts, hidden=64, intermediate=32):
     return (x, chosen, weights, gate, up, down), (x, chosen, weights, *(w.decoded() for w in (gate, up, down)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [1, 9, 70])
 @pytest.mark.parametrize("form", [block_experts, few_token_experts])
 def test_quantized_stacks_are_their_numbers(form, tokens):

@@ -13,6 +13,8 @@ from ling3.formats import GgufBlocks, in_model, weights_per_element
 from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.linear import Linear
 
+pytestmark = pytest.mark.thorough
+
 
 def halves(*numbers):
     return np.asarray(numbers, np.float16).view(np.uint8)
@@ -65,7 +67,6 @@ def test_scales_of_six_bits():
     np.testing.assert_array_equal(found, np.repeat((scales * codes - 2 * minima)[:, None], 32, axis=1))
 
 
-@pytest.mark.thorough
 def test_stacks_rows_and_cuts():
     matrix = drawn("Q5_0", 6, 2, 3)
     numbers = np.asarray(matrix.decoded())

@@ -125,6 +125,7 @@ def test_l2_epsilon_is_on_the_sum():
     np.testing.assert_allclose(l2_normalize(x), 1e-3 / np.sqrt(4e-6 + 1e-6), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
 def test_inverse_of_a_unit_triangle_with_equal_keys(size):
     """Equal keys and full writes make A all ones, whose powers reach 1e18 at size 64: the inverse stays exact."""

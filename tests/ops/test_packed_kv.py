@@ -11,6 +11,8 @@ from exhaustive_cases import exhaustively
 
 from ling3.ops.packed_kv import ENTRIES, KEYS, hadamard, pack, pack_index, packed_bytes, unpack, unpack_index
 
+pytestmark = pytest.mark.thorough
+
 PACK, PACK_INDEX, HADAMARD = jax.jit(pack), jax.jit(pack_index), jax.jit(hadamard)
 UNPACK, UNPACK_INDEX = jax.jit(unpack, static_argnums=1), jax.jit(unpack_index, static_argnums=1)
 LARGEST = 255 * 2.0**120
@@ -326,7 +328,6 @@ def test_a_wrong_argument_is_named(call, message):
         call()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("page", "pages"), [(3, 4), *exhaustively([(64, 2)])])
 @pytest.mark.parametrize("packing", [ENTRIES, KEYS], ids=["entries", "keys"])
 def test_entries_written_one_by_one_make_packed_pages(packing, page, pages):

@@ -100,6 +100,7 @@ def test_every_code_of_every_format():
         np.testing.assert_array_equal(integers.decoded()[0], np.arange(2**bits) - 2 ** (bits - 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, *exhaustively([jnp.bfloat16])], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_with_the_decoded_numbers(kind, dtype, monkeypatch):
@@ -123,6 +124,7 @@ def test_products_of_a_stack():
     np.testing.assert_allclose(matmul.product(jnp.asarray(x), matrix), expected, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [matmul.product, xla_product], ids=["xla", "cpu"])
 @pytest.mark.parametrize("kind", thoroughly(["fp8", "int4", "mxfp4"], but=["int4"]))
 def test_a_rows_bits_do_not_depend_on_its_company_or_its_place(kind, form):

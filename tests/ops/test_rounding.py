@@ -16,6 +16,8 @@ from ling3.ops.experts import block_experts, dense_experts
 from ling3.ops.matmul import product
 from ling3.ops.rounding import Rounding
 
+pytestmark = pytest.mark.thorough
+
 KINDS = {"int": Int8Channels, "float": Fp8Channels}
 
 

@@ -144,6 +144,7 @@ def test_a_pattern_is_of_one_split_under_any_words():
     assert len(train) > 1000 and len(held_out) > 1000 and train.isdisjoint(held_out)
 
 
+@pytest.mark.thorough
 def test_problems_of_exams_are_held_out():
     for name in ("problems", "chat", "examples"):
         assert {text.answer.strip() for text in take(SKILLS[name], "train", 500)}.isdisjoint(
