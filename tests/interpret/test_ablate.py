@@ -242,7 +242,7 @@ def test_what_cannot_be_cut_is_an_error(cut, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [FLASH, UNBOUNDED], ids=["flash", "unbounded"])
+@pytest.mark.parametrize("config", exhaustively([FLASH, UNBOUNDED], but=[FLASH]), ids=["flash", "unbounded"])
 def test_other_models_are_cut_too(config):
     model = ablate.fixed_beta(ablate.no_output_gate(ablate.top_k(open_model(config), 1)), 0.5)
     assert np.all(np.isfinite(model(TOKENS)))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from einops import einsum
+from exhaustive_cases import exhaustively
 from tiny import FLASH, TINY, UNBOUNDED, open_model
 
 import ling3
@@ -18,9 +19,7 @@ SPAN = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 21, jnp.int32))
 ROUNDING = 3e-5
 
 
-@pytest.fixture(
-    scope="module", params=[FLASH, pytest.param(UNBOUNDED, marks=pytest.mark.slow)], ids=["flash", "unbounded"]
-)
+@pytest.fixture(scope="module", params=exhaustively([FLASH, UNBOUNDED], but=[FLASH]), ids=["flash", "unbounded"])
 def traced(request):
     model = open_model(request.param)
     return model, ling3.trace(model, TOKENS)
