@@ -614,6 +614,7 @@ def test_a_value_error_of_a_pass_names_the_worker(whole, answers, monkeypatch):
     assert within(whole.generate, answers[0][:1], max_tokens=5) == answers[1][:1]
 
 
+@pytest.mark.thorough
 def test_a_card_that_fails_ends_every_request(model, answers, monkeypatch):
     with build(model) as failed:
         broken = failing(ffn_worker.computed, lambda area, share, *rest: share is failed.ffn_workers[1], 5)

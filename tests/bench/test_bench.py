@@ -270,6 +270,7 @@ def test_offline(engine, monkeypatch):
     assert not engine.has_work and engine.stats().free_pages == 8
 
 
+@pytest.mark.thorough
 def test_prompts_find_what_earlier_ones_left(engine):
     """And nothing of what was served before the clock ran: each measurement begins cold."""
     requests = random_requests(4, 400, (3, 5), (2, 2), shared_prefix=33)

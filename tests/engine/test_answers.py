@@ -71,7 +71,10 @@ def test_order_is_kept_and_each_may_have_its_params(served):
     assert [list(output.token_ids) for output in outputs] == [row[:most] for row, most in zip(whole, lengths)]
 
 
+@pytest.mark.thorough
 def test_nothing_is_printed_where_there_is_no_terminal(served, capfd, caplog):
+    served.generate(PROMPTS, GREEDY)
+    served.warmup()  # while programs are compiled, forms log why they run or not
     with caplog.at_level(logging.DEBUG, logger="ling3"):
         served.generate(PROMPTS, GREEDY)
         served.warmup()

@@ -10,6 +10,8 @@ from small_engine import CONFIG, LONG, PROMPTS, answer, crowd, engine, idle, mod
 
 import ling3
 
+pytestmark = pytest.mark.thorough
+
 CHANGE = ling3.Intervention
 TEXTS = [np.random.default_rng(n).integers(6, CONFIG.vocab_size, n).tolist() for n in (1, 33, 90)]
 VECTOR = np.asarray(jax.random.normal(jax.random.key(3), (CONFIG.hidden_size,)))
@@ -43,7 +45,6 @@ def test_the_tokens_are_those_of_generate(alone):
         assert list(found[0]) == expected != other
 
 
-@pytest.mark.thorough
 def test_nobody_else_notices_and_neither_do_they(served, alone):
     """Beside requests with other interventions of the same kind, with others, and with none."""
     lonely = engine(prefix_cache=False)
