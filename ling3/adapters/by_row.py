@@ -16,8 +16,8 @@ from ling3.ops.precision import wide
 def with_adapters(model: CausalLM, adapters: Mapping[str, Adapter]) -> CausalLM:
     """The model with several adapters beside its weights, which it shares with `model`; `for_rows` says who has which.
 
-    Each matrix has the arrays of the adapters that change it, stacked by rank. A row's numbers are those of `with_adapter` up
-    to rounding.
+    Each matrix has the arrays of the adapters that change it, stacked by rank. A row's numbers are those of
+    `with_adapter` up to rounding.
 
     Raises AdapterError, with its name, for an adapter that does not fit the model, and for a model that has an adapter
     or is on a mesh.

@@ -23,7 +23,7 @@ from ling3.engine.forward import Programs
 from ling3.engine.speculator import Speculator
 from ling3.mesh import place
 
-SIZES = {**SETTINGS, "max_model_len": 96, "token_paddings": (32,)}
+SIZES = {**SETTINGS, "max_model_len": 96, "token_paddings": (32,), "num_pages": 12}
 LING3 = {"tiny": TINY, "flash": FLASH}
 PROMPTS = [[7, 8, 9], list(range(3, 46)), list(range(3, 44)), [11, 12]]
 ADAPTERS = (None, "a", "b")
@@ -67,10 +67,6 @@ def answers(served, asked):
     return [[answer(completion) for completion in output.outputs] for output in outputs]
 
 
-def alone(served, asked):
-    return [answers(served, [request])[0] for request in asked]
-
-
 def with_adapter(new, old, asked):
     """The requests with the adapter `old`, but with another."""
     return [(prompt, dataclasses.replace(own, adapter=new)) for prompt, own in asked if own.adapter == old]
@@ -79,26 +75,19 @@ def with_adapter(new, old, asked):
 def keeps_its_bits(name):
     """In company with other adapters and none, preempted, and from known prefixes, an answer is that of its solo run.
 
-    That is also the answer of an engine with this adapter alone; without an adapter, of an engine that has none; and up
-    to rounding that of an engine whose model has the adapter.
+    Without an adapter it is that of an engine which has none.
     """
-    asked, crowded = requests(), engine(name, num_pages=12)
-    expected = alone(engine(name, prefix_cache=False), asked)
+    asked, served, expected = requests(), engine(name), []
+    for request in asked:
+        served.forget_prefixes()
+        expected += answers(served, [request])
+    before = served.stats()
     for _ in range(2):
-        assert answers(crowded, asked) == expected
-    stats = crowded.stats()
-    assert stats.preemptions > 0 and stats.cached_tokens > 0
+        assert answers(served, asked) == expected
+    assert served.stats().preemptions > before.preemptions and served.stats().cached_tokens > before.cached_tokens
     assert len({repr(each) for each in expected}) == len(asked)
-    some = with_adapter(None, "b", asked)
-    assert answers(engine(name, adapters=None), some) == expected[::3]
-    adapted = ling3.Engine(ling3.with_adapter(open_model(name), adapters(name)["b"]), None, **SIZES)
-    for found, own in zip(answers(adapted, some), expected[2::3], strict=True):
-        for (tokens, logprobs, *_), (same_tokens, same_logprobs, *_) in zip(found, own, strict=True):
-            assert tokens == same_tokens
-            # Logits near 1 in float32: 1e-5 at most.
-            np.testing.assert_allclose([x.logprob for x in logprobs], [x.logprob for x in same_logprobs], atol=1e-4)
-    one = engine(name, adapters={"other": adapters(name)["b"]})
-    assert answers(one, with_adapter("other", "b", asked)) == expected[2::3]
+    assert answers(engine(name, adapters=None), with_adapter(None, None, asked)) == expected[::3]
+    return asked, expected
 
 
 def test_an_answer_has_the_bits_of_its_solo_run():
@@ -109,7 +98,16 @@ def test_an_answer_has_the_bits_of_its_solo_run():
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", exhaustively(["tiny", *CASES, "flash"], but=["tiny", "llama"]))
 def test_in_every_family(name):
-    keeps_its_bits(name)
+    """Also in an engine with that adapter alone; and up to rounding of a model with that adapter beside its weights."""
+    asked, expected = keeps_its_bits(name)
+    own = adapters(name)["b"]
+    assert answers(engine(name, adapters={"other": own}), with_adapter("other", "b", asked)) == expected[2::3]
+    adapted = ling3.Engine(ling3.with_adapter(open_model(name), own), None, **SIZES)
+    for found, same in zip(answers(adapted, with_adapter(None, "b", asked)), expected[2::3], strict=True):
+        for (tokens, logprobs, *_), (same_tokens, same_logprobs, *_) in zip(found, same, strict=True):
+            assert tokens == same_tokens
+            # Logits near 1 in float32: 1e-5 at most.
+            np.testing.assert_allclose([x.logprob for x in logprobs], [x.logprob for x in same_logprobs], atol=1e-4)
 
 
 @needs_compiler
@@ -163,15 +161,13 @@ def test_a_snapshot_is_for_its_adapter():
 
 def test_a_capture_is_with_the_adapter():
     """The arrays are those of the model with the adapter, and the answer is that without a capture."""
-    served, prompt, model = shared(), PROMPTS[0], open_model("llama")
-    asked = [params(own, capture=ling3.Capture(residual=[0])) for own in ADAPTERS]
-    outputs = [output.outputs[0] for output in served.generate([prompt] * 3, asked)]
-    assert [[answer(each)] for each in outputs] == answers(served, [(prompt, params(own)) for own in ADAPTERS])
-    for adapter, output in zip(ADAPTERS, outputs, strict=True):
-        own = model if adapter is None else ling3.with_adapter(model, adapters("llama")[adapter])
-        seen = ling3.trace(own, jnp.asarray([[*prompt, *output.token_ids]], jnp.int32))
-        # Residuals near 1 in float32, prefilled in another split: 1e-4.
-        np.testing.assert_allclose(output.captured.residual[0], seen.layers[0].residual[0], atol=1e-4)
+    served, prompt = shared(), PROMPTS[0]
+    [output] = served.generate([prompt], params("a", capture=ling3.Capture(residual=[0])))
+    assert [[answer(output.outputs[0])]] == answers(served, [(prompt, params("a"))])
+    tokens = jnp.asarray([[*prompt, *output.outputs[0].token_ids]], jnp.int32)
+    seen = ling3.trace(ling3.with_adapter(open_model("llama"), adapters("llama")["a"]), tokens)
+    # Residuals near 1 in float32, in calls of other lengths: 1e-4.
+    np.testing.assert_allclose(output.outputs[0].captured.residual[0], seen.layers[0].residual[0], atol=1e-4)
 
 
 def test_a_warm_up_compiles_the_programs_with_adapters():
@@ -218,4 +214,4 @@ def test_what_cannot_be_served_is_refused(tmp_path):
 def test_an_adapter_may_be_a_path(tmp_path):
     ling3.save_adapter(adapters("llama")["a"], tmp_path / "a")
     asked = [(PROMPTS[0], params("a"))]
-    assert answers(engine(adapters={"a": tmp_path / "a"}), asked) == answers(shared(), asked)
+    assert answers(engine(adapters={**adapters("llama"), "a": tmp_path / "a"}), asked) == answers(shared(), asked)
