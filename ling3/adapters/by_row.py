@@ -38,7 +38,7 @@ def with_adapters(model: CausalLM, adapters: Mapping[str, Adapter]) -> CausalLM:
             stacks = tuple(tuple(ranks[rank]) for rank in sorted(ranks))
             updates = tuple(_stacked([list(adapters.values())[i] for i in stack], name) for stack in stacks)
             new[own.path] = RowAdaptedMatrix(
-                own.matrix, updates, stacks=stacks, axes=own.matrix.axes, name=own.matrix.name
+                base=own.matrix, updates=updates, stacks=stacks, axes=own.matrix.axes, name=own.matrix.name
             )
     return replaced(model, new)
 

@@ -42,7 +42,8 @@ def adapters_of(sequences: Sequence[TokenSequence], rows: Sequence[int], count: 
     if sequences[0].adapter is None:
         return None
     which = np.full(count, -1, np.int32)
-    which[list(rows)] = [sequence.adapter for sequence in sequences]
+    for row, sequence in zip(rows, sequences, strict=True):
+        which[row] = -1 if sequence.adapter is None else sequence.adapter
     return which
 
 

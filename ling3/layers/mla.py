@@ -240,8 +240,8 @@ class MLA(eqx.Module):
         row_positions = jnp.repeat(positions, self.heads, axis=1)
         summed = execution.latent_attention(q, row_positions, state.entries, span.table, length)
         o_latent = self._summed_latents(summed).astype(q_nope.dtype)
-        form, how = execution.latent_values, (execution.sums, execution.times)
-        return adapted_values(o_latent, weight, self.value, form, *how)[:, None]
+        form, sums = execution.latent_values, execution.sums
+        return adapted_values(o_latent, weight, self.value, form, sums, execution.times)[:, None]
 
     def _absorbed_queries(
         self,
@@ -251,8 +251,8 @@ class MLA(eqx.Module):
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
         """[q_nope W_uk | q_rope] of each head, to be scored directly against the cache entries."""
-        form, how = execution.latent_queries, (execution.sums, execution.times)
-        q_latent = adapted_queries(q_nope[:, 0], weight, form, *how).astype(q_nope.dtype)
+        form, sums = execution.latent_queries, execution.sums
+        q_latent = adapted_queries(q_nope[:, 0], weight, form, sums, execution.times).astype(q_nope.dtype)
         return jnp.concatenate([q_latent, q_rope[:, 0]], axis=-1)
 
     def _summed_latents(

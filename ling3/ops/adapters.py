@@ -20,12 +20,12 @@ from ling3.ops.precision import Wide, wide
 class AdapterRows(NamedTuple):
     """The adapter of each row of a call, among those of one stack."""
 
-    which: Int32[Array, " rows"]
-    """The place of each row's adapter in the stack; that after the last for a row that has none of them."""
-    order: Int32[Array, " adapters"]
-    """All places, those whose adapter any row has first."""
-    used: Int32[Array, ""]
-    """The number of adapters that any row has."""
+    which: Array
+    """[rows], int32: the place of each row's adapter in the stack; that after the last for a row that has none."""
+    order: Array
+    """[adapters], int32: all places, those whose adapter any row has first."""
+    used: Array
+    """[], int32: the number of adapters that any row has."""
 
     @staticmethod
     def of(which: Int32[Array, " rows"], stack: Sequence[int]) -> "AdapterRows":
@@ -39,9 +39,12 @@ class AdapterRows(NamedTuple):
 class StackedUpdates(NamedTuple):
     """The updates scale · B A of one rank that several adapters make to one matrix."""
 
-    A: Wide[Array, "adapters rank inner"]
-    B: Wide[Array, "adapters outer rank"]
-    scale: Wide[Array, " adapters"]
+    A: Array
+    """[adapters, rank, inner], in float32 or wider, as the others are."""
+    B: Array
+    """[adapters, outer, rank]"""
+    scale: Array
+    """[adapters]"""
 
     def product(
         self, x: Float[Array, "rows inner"], place: Int32[Array, ""], times: Multiply
@@ -76,9 +79,7 @@ RowUpdates = Sequence[tuple[StackedUpdates, AdapterRows]]
 
 
 def added(
-    y: Float[Array, "*shape"],
-    updates: RowUpdates,
-    update: Callable[[StackedUpdates, Int32[Array, ""]], Float[Array, "*shape"]],
+    y: Float[Array, "*shape"], updates: RowUpdates, update: Callable[[StackedUpdates, Array], Array]
 ) -> Float[Array, "*shape"]:
     """y + update(stack, i) in the rows that have the stack's i-th adapter; rows without an adapter keep their bits.
 
@@ -89,7 +90,7 @@ def added(
     return y
 
 
-def _in_turn(y: Array, rows: AdapterRows, update: Callable[[Int32[Array, ""]], Array]) -> Array:
+def _in_turn(y: Array, rows: AdapterRows, update: Callable[[Array], Array]) -> Array:
     which = jnp.repeat(rows.which, y.shape[0] // rows.which.shape[0]).reshape(-1, *(1,) * (y.ndim - 1))
 
     def one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
