@@ -74,7 +74,7 @@ class RowAdaptedMatrix(Matrix):
     """A matrix of any kind with several adapters, of which each row of a call may have another, or none.
 
     A row with adapter i has y = x Wᵀ + scale_i · (x A_iᵀ) B_iᵀ, in the order of sums of `AdaptedMatrix`. A row without
-    one has the bits of the base, and so has every row while `rows` is None.
+    one has the bits of the base, and so has every row without `rows`.
     """
 
     base: Matrix
