@@ -1,11 +1,13 @@
 """Adapters over HTTP: each is a model by its name."""
 
+import http_server
 import openai
 import pytest
 from random_adapters import random_adapter
 from scripted_service import ask
 
 import ling3
+from ling3 import cli
 from ling3.server.service import Service
 
 MESSAGES = [{"role": "user", "content": "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"}]
@@ -75,3 +77,31 @@ def test_another_model_is_unknown(service):
 def test_a_name_is_of_one_model_alone(service):
     with pytest.raises(ValueError, match="'a' is the name of the model and of an adapter"):
         Service(service.engine, service.tokenizer, "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora-modules", "a"], "--lora-modules: found 'a', expected NAME=DIR"),
+        (["--lora-modules", "a=x", "a=y"], "--lora-modules: the name 'a' is given twice"),
+        (["--lora-modules", "nano=x"], "--lora-modules: the name 'nano' is given twice, or is the model's"),
+        (["--lora-modules", "a=x", "--adapter", "y"], "--lora-modules: --adapter changes the model that they are for"),
+        (["--lora-modules", "a=x", "--tp", "2"], "--lora-modules: a model on a mesh takes no adapters"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_any_work(options, message, capsys):
+    assert cli.main(["serve", "nano", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_serves_adapters(tmp_path):
+    adapter = random_adapter(ling3.load("nano"), size=0.6, seed=1)
+    ling3.save_adapter(adapter, tmp_path / "a")
+    with http_server.process("--lora-modules", f"a={tmp_path / 'a'}") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert [each.id for each in client.models.list()] == ["nano", "a"]
+        texts = [
+            client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=16, temperature=0)
+            for name in ("nano", "a")
+        ]
+        assert texts[0].choices[0].message.content != texts[1].choices[0].message.content
