@@ -97,7 +97,7 @@ def test_a_wrong_option_is_refused_before_any_work(options, message, capsys):
 def test_the_command_serves_adapters(tmp_path):
     adapter = random_adapter(ling3.load("nano"), size=0.6, seed=1)
     ling3.save_adapter(adapter, tmp_path / "a")
-    with http_server.process("--lora-modules", f"a={tmp_path / 'a'}") as server:
+    with http_server.process("--chunked-prefill-size", "16", "--lora-modules", f"a={tmp_path / 'a'}") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert [each.id for each in client.models.list()] == ["nano", "a"]
         texts = [
