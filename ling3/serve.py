@@ -22,13 +22,15 @@ in `engine/scheduler.py`, a sequence and its text in `engine/request.py`, thread
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ling3 import checkpoint
+from ling3.adapters import Adapter
 from ling3.checkpoint import hub
 from ling3.engine import lockstep
 from ling3.engine.actor import join_abandoned
+from ling3.engine.adapters import ServedAdapters
 from ling3.engine.batches import block_table, pass_batch, prompt_batch, step_batch
 from ling3.engine.calls import Call, Decoded, Extended, Passed
 from ling3.engine.filters import Filter, checked
@@ -302,10 +304,13 @@ class Engine(Front):
     how the model runs (chunk sizes, kernels), by default as suits the platform. `programs` are its two forward programs
     over the pool, by default `extend` and `decode` of `engine/forward.py` (`ling3.afd` has others). `filters` are
     functions f(logits, so_far) of one request's logits [vocab], applied to all requests in this order
-    (`ling3.engine.filters`). Compiled programs are cached for later processes, see `ling3.runtime.compilation_cache`.
+    (`ling3.engine.filters`). `adapters` are LoRA adapters, or paths that `ling3.load_adapter` reads, by the names that
+    `SamplingParams.adapter` takes. Compiled programs are cached for later processes, see
+    `ling3.runtime.compilation_cache`.
 
     Raises TypeError for unknown settings, ValueError for invalid ones and for more slots and pages than fit into
-    memory, and TokenizerError if tokenizer and model do not fit.
+    memory, TokenizerError if tokenizer and model do not fit, and AdapterError for an adapter that does not fit and for
+    a model that takes none, such as one on a mesh.
     """
 
     def __init__(
@@ -317,6 +322,7 @@ class Engine(Front):
         execution: Execution | None = None,
         programs: Programs | None = None,
         filters: Sequence[Filter] = (),
+        adapters: Mapping[str, Adapter | str | os.PathLike[str]] | None = None,
         **changes: Any,
     ):
         refuse_fork()
@@ -329,9 +335,13 @@ class Engine(Front):
         settings = settings if wire is None else lockstep.shared(settings, wire)
         if settings.speculation is not None and programs is not None and "drafts" not in programs.parts:
             raise ValueError("engine settings: speculation: the forward programs of this engine take no drafts")
+        if adapters and programs is not None and "adapter" not in programs.parts:
+            raise ValueError("adapters: the forward programs of this engine take none")
+        served = ServedAdapters.of(model, adapters) if adapters else None
         settings, shapes = settle(settings, model, execution)
         filters = checked(filters, model.config.vocab_size)
         runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
+        runner.adapters = served
         loop = Loop(runner, settings, alike=wire is not None)
         intake = Intake.of(runner, tokenizer, settings, lockstep.leads(wire))
         Front.__init__(self, intake, loop, wire)
@@ -346,6 +356,7 @@ class Engine(Front):
         revision: str | None = None,
         execution: Execution | None = None,
         filters: Sequence[Filter] = (),
+        adapters: Mapping[str, Adapter | str | os.PathLike[str]] | None = None,
         **changes: Any,
     ) -> "Engine":
         """Makes an engine from what `ling3.load` takes, such as a directory, with the tokenizer of the same commit.
@@ -356,4 +367,4 @@ class Engine(Front):
         commit = hub.pin(path, revision)
         tokenizer = load_tokenizer(path, revision=commit)
         model = checkpoint.load(path, dtype, revision=commit, mtp=settings.speculation == "mtp")
-        return cls(model, tokenizer, settings, execution=execution, filters=filters)
+        return cls(model, tokenizer, settings, execution=execution, filters=filters, adapters=adapters)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import quantized_models
 from exhaustive_cases import exhaustively
+from random_adapters import random_adapter
 from tiny import FLASH, TINY, open_model
 
 import ling3
@@ -21,15 +22,6 @@ from ling3.mesh import MeshError, place
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 96, size=(2, 21)), jnp.int32)
 PROMPTS = [[5, 6, 7], list(range(3, 40))]
-
-
-def random_adapter(model, size=0.3, rank=2):
-    """An adapter of every matrix, lm_head too, that changes the logits by about their size."""
-    adapter = ling3.new_adapter(model, rank=rank, key=jax.random.key(0), targets=".*", use_rslora=True)
-    leaves, tree = jax.tree.flatten(adapter)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [size * jax.random.normal(key, x.shape) * x.shape[-1] ** -0.5 for key, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, drawn)
 
 
 @pytest.fixture(scope="module", params=exhaustively([FLASH, TINY], but=[FLASH]), ids=["flash", "tiny"])

@@ -32,6 +32,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.rope import Rope
 from ling3.mesh import plan
 from ling3.mesh.exchange import Exchange
+from ling3.ops.adapters import AdapterRows, StackedUpdates
 from ling3.ops.kda import recurrent_kda
 from ling3.ops.packed_kv import ENTRIES, KEYS
 from ling3.runtime import checks
@@ -90,10 +91,28 @@ def adapted(module):
     matrix(X[..., :4])
     matrix.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
     assert matrix.operand.shape == (3, 4)
+    updates = StackedUpdates(numbers(2, 2, 4), numbers(2, 3, 2), numbers(2))
+    several = module.RowAdaptedMatrix(base, (updates,), stacks=((0, 1),))
+    several.for_rows({(0, 1): AdapterRows.of(jnp.zeros(BATCH, jnp.int32), (0, 1))})(X[..., :4])
+    several.for_rows({(0, 1): AdapterRows.of(jnp.zeros(1, jnp.int32), (0, 1))}).dense()
+    several.embed(jnp.zeros((BATCH, SEQ), jnp.int32))
 
 
 def adapter(module):
     module.LowRankUpdate(numbers(2, 4), numbers(3, 2), alpha=1.0)
+
+
+def by_row(module):
+    real = open_model.__wrapped__(SHORT)  # this runs while programs are traced: no other test may find the arrays
+    adapters = {"a": ling3.new_adapter(real, rank=2, key=KEY)}
+    module.for_rows(module.with_adapters(real, adapters), jnp.zeros(BATCH, jnp.int32))
+
+
+def row_updates(module):
+    rows = module.AdapterRows.of(jnp.zeros(BATCH, jnp.int32), (0, 1))
+    own = module.StackedUpdates(numbers(2, 3, 4), numbers(2, 5, 3), numbers(2))
+    module.added(numbers(BATCH, 5), [(own, rows)], lambda own, i: own.product(numbers(BATCH, 4), i, PLAIN.times))
+    own.dense(jnp.asarray(0, jnp.int32))
 
 
 def conv(module):
@@ -294,7 +313,7 @@ def forward(module):
     batch = module.Batch(rows, tokens, WHOLE.length, targets=tokens, following=tokens, want=("layers.0.residual",))
     _, own = module.extend(real, batch, own, PLAIN)
     masks = jnp.ones((BATCH, words(TINY.vocab_size)), jnp.uint32)
-    module.decode(real, module.Batch(rows, tokens, WHOLE.length, masks), own, PLAIN)
+    module.decode(real, module.Batch(rows, tokens, WHOLE.length, masks, adapter=WHOLE.start), own, PLAIN)
 
 
 def verification(module):
@@ -368,6 +387,7 @@ FILES = {
     "layers/linear": linear,
     "layers/adapted": adapted,
     "adapters/adapter": adapter,
+    "adapters/by_row": by_row,
     "layers/conv": conv,
     "layers/mlp": mlp,
     "layers/kda": kda,
@@ -375,6 +395,7 @@ FILES = {
     "layers/gqa": gqa,
     "layers/moe": moe,
     "ops/attention": attention,
+    "ops/adapters": row_updates,
     "ops/tails": tails,
     "ops/logits": logits,
     "ops/drawing": drawing,

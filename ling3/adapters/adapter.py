@@ -186,17 +186,23 @@ def no_such_modules(model: CausalLM) -> str:
 def _changed(model: CausalLM, adapter: Adapter, change: Callable[[Matrix, LowRankUpdate, float], Matrix]) -> CausalLM:
     """The model with `change(matrix, update, scale)` in place of each matrix that the adapter has an update for."""
     known = {own.module: own for own in adaptable(model)}
-    _check(model, adapter, known)
+    check(model, adapter, known)
     new = {
         known[name].path: change(known[name].matrix, update, adapter.scale(name))
         for name, update in adapter.modules.items()
     }
+    return replaced(model, new)
+
+
+def replaced(model: CausalLM, new: Mapping[str, Matrix]) -> CausalLM:
+    """The model with other matrices at the paths that `new` has."""
     return jax.tree_util.tree_map_with_path(
         lambda path, node: new.get(dotted(path), node) if _is_matrix(node) else node, model, is_leaf=_is_matrix
     )
 
 
-def _check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> None:
+def check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> None:
+    """Raises AdapterError unless the model, whose matrices `known` has by their modules, can take the adapter."""
     if (placement := placement_of(model)) is not None:
         raise AdapterError(
             f"the model lies on a mesh of {placement.mesh.size} devices, where it takes no adapter: merge the adapter "

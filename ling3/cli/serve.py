@@ -37,6 +37,8 @@ class Serve(Command):
     """Or one of the keys in this file, one per line."""
     served_model_name: TextOption = None
     """The model's name for clients; by default, the last part of MODEL."""
+    lora_modules: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=DIR ...]")] = ()
+    """LoRA adapters, each a model for clients under its name: a directory that PEFT or ling3 wrote, or a hub id."""
     root_path: str = ""
     """The path under which a proxy serves this server."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="ORIGIN")] = ()
@@ -65,7 +67,7 @@ def run(command: Serve) -> None:
         raise ValueError(f"{error.name} is missing, which serving needs: pip install 'ling3[serve]'") from None
     from ling3.serve import Engine
 
-    keys = _keys(command)
+    keys, adapters = _keys(command), _adapters(command)
     hosts = Hosts.of(command.host, command.allow_host)
     if command.timeout < 1:
         raise ValueError(f"--timeout is {command.timeout}, expected at least 1 second")
@@ -80,10 +82,10 @@ def run(command: Serve) -> None:
     model = source.load(tokenizer)
     console = Console(stderr=True, highlight=False)
     source.introduce(model, console)
-    engine = Engine(model, tokenizer, settings)
+    engine = Engine(model, tokenizer, settings, adapters=adapters)
     with compiling(console):
         engine.warmup()
-    name = command.served_model_name or pathlib.Path(command.model).name
+    name = _name(command)
     service = Service(engine, tokenizer, name, command.allow_unknown_fields)
     app = build(service, keys, command.allow_origin, command.timeout, hosts)
     bound.listen()  # before the address is printed: connections from now on are served
@@ -91,6 +93,32 @@ def run(command: Serve) -> None:
     console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
     interruption.raise_again()
     serve(app, service, bound, command.root_path, command.drain, command.timeout)
+
+
+def _name(command: Serve) -> str:
+    """The model's name for clients."""
+    return command.served_model_name or pathlib.Path(command.model).name
+
+
+def _adapters(command: Serve) -> dict[str, str]:
+    """The paths of the adapters by their names.
+
+    Raises ValueError for an option that is not NAME=DIR, for a name that is given twice, and for a model on a mesh or
+    with --adapter.
+    """
+    found: dict[str, str] = {}
+    for option in command.lora_modules:
+        name, _, path = option.partition("=")
+        if not (name and path):
+            raise ValueError(f"--lora-modules: found {option!r}, expected NAME=DIR")
+        if name in (*found, _name(command)):
+            raise ValueError(f"--lora-modules: the name {name!r} is given twice, or is the model's: give another")
+        found[name] = path
+    if found and command.common.adapter is not None:
+        raise ValueError("--lora-modules: --adapter changes the model that they are for; give it as one of them")
+    if found and command.devices.sizes is not None:
+        raise ValueError("--lora-modules: a model on a mesh takes no adapters; serve it on one device")
+    return found
 
 
 def _keys(command: Serve) -> list[str]:

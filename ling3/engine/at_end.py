@@ -46,6 +46,7 @@ def capture_answer(loop: Requests, sequence: TokenSequence, delta: Delta) -> boo
     params = SamplingParams(max_tokens=0, capture=sequence.params.capture)
     follower = Request(number, None, [*sequence.prompt, *sequence.token_ids], params)
     follower.interventions, follower.want = request.interventions, request.want
+    follower.adapter = request.adapter
     watched = TokenSequence(follower, 0, sequence.order, sequence.seed, (), None, StopStrings(()))
     watched.watch()
     follower.sequences.append(watched)

@@ -34,6 +34,19 @@ def block_table(sequences: Sequence[TokenSequence], count: int, shapes: Shapes) 
     return Rows(slots, table, in_place), rows
 
 
+def adapters_of(sequences: Sequence[TokenSequence], rows: Sequence[int], count: int) -> np.ndarray | None:
+    """The index of the adapter of each of `count` rows, -1 for an unused row; None if the sequences have no adapter.
+
+    Either all sequences of a call have an adapter or none has (`TokenSequence.key`).
+    """
+    if sequences[0].adapter is None:
+        return None
+    which = np.full(count, -1, np.int32)
+    for row, sequence in zip(rows, sequences, strict=True):
+        which[row] = -1 if sequence.adapter is None else sequence.adapter
+    return which
+
+
 def prompt_batch(where: Rows, rows: Sequence[int], chunks: Sequence[Sequence[int]], width: int) -> Batch:
     """The input of `extend`: each chunk of a prompt in its row, padded to `width`."""
     tokens = np.zeros((len(where.table), width), np.int32)

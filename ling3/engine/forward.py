@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from ling3.adapters.by_row import for_rows
 from ling3.cache import Span
 from ling3.engine.arrays import AnyArray
 from ling3.engine.masks import masks_of_steps
@@ -55,6 +56,7 @@ class Batch(eqx.Module):
     drafts: Drafts | None = None  # `decode` only
     interventions: tuple[Intervention, ...] = ()  # those of each row, `stacked`
     want: tuple[str, ...] = eqx.field(static=True, default=())  # `extend` only: recorder paths to return
+    adapter: Int32[AnyArray, " rows"] | None = None  # the index of each row's adapter; out of range for none
 
 
 class Extension(eqx.Module):
@@ -184,6 +186,8 @@ def _on_every_device(
     run: Callable[..., tuple[Any, Pool]], model: CausalLM, batch: Batch, pool: Pool
 ) -> tuple[Any, Pool]:
     """Runs a forward pass on every device of the pool's mesh, each with its own rows, and all-gathers the results."""
+    if batch.adapter is not None:
+        model = for_rows(model, jnp.asarray(batch.adapter))
     if not isinstance(model, Sharded):
         return run(model, batch, pool)
     axis = pool.axis
@@ -203,7 +207,7 @@ class Programs(NamedTuple):
 
     extend: Callable[[CausalLM, Batch, Pool, Execution], tuple[Extension, Pool]] = extend
     decode: Callable[[CausalLM, Batch, Pool, Execution], tuple[Choice | Verified, Pool]] = decode
-    parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want", "drafts"})
+    parts: frozenset[str] = frozenset({"masks", "targets", "interventions", "want", "drafts", "adapter"})
     """The optional parts of a `Batch` that the programs accept."""
     snapshots: bool = True
     """False if a sequence's memory in the pool cannot be taken as a `Snapshot`."""

@@ -66,6 +66,7 @@ class Front:
     def __init__(self, intake: Intake, loop: Requests, wire: Wire | None = None):
         self.settings, self.tokenizer, self.max_model_len = intake.settings, intake.tokenizer, intake.room
         self.device_kind = jax.devices()[0].device_kind
+        self.adapters: tuple[str, ...] = () if intake.adapters is None else tuple(intake.adapters.each)
         self._intake, self._loop, self._wire = intake, loop, wire
         leader = None
         if wire is not None and intake.leads:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from ling3.engine.adapters import ServedAdapters
 from ling3.engine.at_end import capture_answer, keep_snapshot
 from ling3.engine.grammars import Constraint, Grammars
 from ling3.engine.origins import origin
@@ -32,6 +33,7 @@ Truncate = Literal["prompt", "output"] | None
 """The part to shorten if prompt and max_tokens do not fit: the prompt's beginning, max_tokens, or none (an error)."""
 
 UNSUPPORTED = "the forward passes of this engine do not support it"
+NO_ADAPTERS = "this engine has none: give it some, as Engine(model, tokenizer, adapters={name: adapter or path})"
 
 
 @dataclasses.dataclass
@@ -52,6 +54,8 @@ class Intake:
     """False if another process has already checked each request."""
     sites: Callable[[], Mapping[str, tuple[int, ...]]] | None = None
     """The shapes of the arrays that the model records; None if captures and interventions are not supported."""
+    adapters: ServedAdapters | None = None
+    """The engine's adapters; None if it has none."""
     guessed: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(memory=0.9))
     """The guesses of all sequences so far, from which one's chances are taken before its own are counted."""
 
@@ -74,6 +78,7 @@ class Intake:
             snapshots=snapshots,
             leads=leads,
             sites=functools.partial(sites, model) if watched else None,
+            adapters=runner.adapters,
         )
 
     def portable(self) -> "Intake":
@@ -100,7 +105,10 @@ class Intake:
         seed = draw_seed() if params.seed is None else params.seed
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
         before = continued(prompt)
-        request.origin = self.snapshots.origin() if params.keep and self.snapshots is not None else None
+        if params.adapter is not None and self.adapters is not None:
+            request.adapter = self.adapters.index(params.adapter)
+        if params.keep and self.snapshots is not None:
+            request.origin = {**self.snapshots.origin(), **self._adapters_origin(params)}
         request.interventions, request.want = self._watched(params)
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)
@@ -154,6 +162,10 @@ class Intake:
                 raise ParameterError(field, f"{field} is not None, and {UNSUPPORTED}")
         if params.keep and self.snapshots is None:
             raise ParameterError("keep", f"keep is True, and {NONE_KEPT}")
+        if params.adapter is not None:
+            if self.adapters is None:
+                raise ParameterError("adapter", f"adapter is {shown(params.adapter)}, and {NO_ADAPTERS}")
+            self.adapters.index(params.adapter)
         self._watched(params)
         if (before := continued(prompt)) is None:
             encoded = self._encoded(prompt, name)
@@ -194,6 +206,10 @@ class Intake:
     def _grammars(self) -> Grammars:
         assert self.tokenizer is not None, "checked before"
         return Grammars(self.tokenizer, self.vocab, self.ends, tried=self.leads)
+
+    def _adapters_origin(self, params: SamplingParams) -> Mapping[str, Any]:
+        """The part of a snapshot's origin that is its adapter's; empty without one."""
+        return {} if params.adapter is None or self.adapters is None else self.adapters.origin(params.adapter)
 
     def _watched(self, params: SamplingParams) -> tuple[tuple[Intervention, ...], tuple[str, ...]]:
         """The interventions, prepared for the model, and the recorder's paths of the arrays to capture."""
@@ -236,7 +252,7 @@ class Intake:
         if self.snapshots is None:
             raise ParameterError(name, f"{name} is a snapshot, and {NONE_KEPT}")
         with _about(name):
-            self.snapshots.check(prompt.snapshot, name)
+            self.snapshots.check(prompt.snapshot, name, self._adapters_origin(params))
         before, more = list(prompt.snapshot.token_ids), prompt.more
         if not isinstance(more, str) or more:  # an empty text needs no tokenizer
             more = self._encoded(more, name, add_special_tokens=False)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 
-from ling3.adapters.adapter import scales
+from ling3.adapters.adapter import Adapter, scales
 from ling3.engine.settings import EngineSettings
 from ling3.engine.shapes import Shapes
 from ling3.execution import Execution
@@ -32,10 +32,21 @@ def checksum(model: CausalLM) -> str:
 
     Leaves out multi-token-prediction layers, on which no answer depends.
     """
-    leaves = jax.tree.leaves((model.model, model.lm_head))
-    sums = jax.device_get([_sum(leaf) for leaf in leaves])
-    parts = [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]
+    parts = _parts((model.model, model.lm_head))
     return hashlib.sha256(repr((model.config, parts, *scales(model))).encode()).hexdigest()
+
+
+def checksum_of_adapter(adapter: Adapter) -> str:
+    """A hash of an adapter's modules, of a checksum of each array of its updates, and of their scales."""
+    known = [(name, adapter.scale(name)) for name in sorted(adapter.modules)]
+    return hashlib.sha256(repr((known, _parts(adapter))).encode()).hexdigest()
+
+
+def _parts(tree: Any) -> list[tuple[tuple[int, ...], str, int]]:
+    """The shape, the dtype and a checksum of each array."""
+    leaves = jax.tree.leaves(tree)
+    sums = jax.device_get([_sum(leaf) for leaf in leaves])
+    return [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]
 
 
 @jax.jit

@@ -9,6 +9,8 @@ pages (recurrent states, conv tails, a compressor's last tokens) is overwritten 
 needs a snapshot of it, on the device. With a sliding window, pages enter the tree once the window has moved past them,
 and are copied for a sequence that continues from them, so that no sequence holds more than its window.
 
+The caches of a prompt depend on its adapter too: prompts share prefixes only with prompts of the same adapter.
+
 Answers are not kept, because decoding a token gives other last bits in the caches than prefilling it. Neither are
 prompts that continue a request's snapshot (`snapshots.py`): it may hold decoded tokens and end anywhere in a chunk.
 """
@@ -189,9 +191,15 @@ class Prefixes:
         return self.tree.match(self._steps(sequence, len(sequence.prompt) - 1))
 
     def _steps(self, sequence: TokenSequence, tokens: int) -> list[PrefixStep]:
-        """The full steps among the first `tokens` tokens of a sequence's prompt."""
+        """The full steps among the first `tokens` tokens of a sequence's prompt.
+
+        The first step names the adapter, so that prompts with different adapters have no step in common.
+        """
         size, prompt = self.step, sequence.prompt
-        return [tuple(prompt[start : start + size]) for start in range(0, tokens - size + 1, size)]
+        steps = [tuple(prompt[start : start + size]) for start in range(0, tokens - size + 1, size)]
+        if steps and sequence.adapter is not None:
+            steps[0] = (-1 - sequence.adapter, *steps[0])
+        return steps
 
     def _keepable(self, sequence: TokenSequence) -> int:
         """The number of prefilled tokens, in full steps, whose caches any prompt that begins with them can use.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PrefixStep = tuple[int, ...]
-"""The tokens of one step: prefixes are kept and found in full steps."""
+"""The tokens of one step, before the first perhaps a negative number for an adapter: prefixes consist of full steps."""
 CANDIDATES = 256
 """How many of the least recently used snapshots are compared when one is to be evicted."""
 

@@ -97,6 +97,8 @@ class Request:
     """The interventions of its params, prepared for the model."""
     want: tuple[str, ...] = ()
     """The recorder's paths of the arrays that its params capture."""
+    adapter: int | None = None
+    """The index of its adapter in the engine; None for the model alone."""
     at_end: list[Callable[[Any, "TokenSequence", Delta], bool]] = dataclasses.field(default_factory=list)
     """Hooks, called with the loop, a sequence that ends and its last delta, before its memory is freed. Each may change
     the completion, and returns True if it hands out the last delta itself, later."""
@@ -184,6 +186,11 @@ class TokenSequence:
         return self.request.params
 
     @property
+    def adapter(self) -> int | None:
+        """The index of the request's adapter in the engine; None for the model alone."""
+        return self.request.adapter
+
+    @property
     def scored(self) -> bool:
         """True if this sequence computes its prompt's log-probabilities: the first of a request that wants them."""
         return self.params.prompt_logprobs is not None and self.index == 0
@@ -202,7 +209,8 @@ class TokenSequence:
         changes = self.interventions
         alike = structure(changes) if changes else None
         speculates = self.speculation is not None and self.decoding
-        return (self.constraint is None, self.scored and not self.decoding, self.want, alike, speculates)
+        scores = self.scored and not self.decoding
+        return (self.constraint is None, scores, self.want, alike, speculates, self.adapter is None)
 
     @property
     def decoding(self) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Array
 
 from ling3.cache import CacheSpec, State, pages_of, slots_of
+from ling3.engine.adapters import ServedAdapters
+from ling3.engine.batches import adapters_of
 from ling3.engine.filters import Filter
 from ling3.engine.forward import Batch, Extension, Programs
 from ling3.engine.grammars import words
@@ -55,6 +57,9 @@ class Saved:
 
 class Runner:
     """Owns the pool. Methods dispatch work and return; reading their results waits for the device."""
+
+    adapters: ServedAdapters | None = None
+    """Adapters for requests that name one; calls of other requests run the programs of the model alone."""
 
     def __init__(
         self,
@@ -148,8 +153,9 @@ class Runner:
         interventions = stacked([sequence.interventions for sequence in sequences], rows, len(batch.lengths))
         parts = {"interventions": interventions, "want": sequences[0].want}
         parts |= {"targets": following if sequences[0].scored else None, "following": following if self._mtp else None}
-        batch = self._put(dataclasses.replace(batch, **parts))
-        extension, self.pool = self.forward.extend(self.model, batch, self.pool, self.execution)
+        parts["adapter"] = adapters_of(sequences, rows, len(batch.lengths))
+        inputs = self._inputs(dataclasses.replace(batch, **parts))
+        extension, self.pool = self.forward.extend(*inputs, self.pool, self.execution)
         return extension
 
     @property
@@ -159,9 +165,15 @@ class Runner:
     def decode(self, batch: Batch, rows: Sequence[int], sequences: Sequence[TokenSequence]) -> Choice | Verified:
         """Dispatches `decode` for sequences with the same key; `rows` has the row of each."""
         interventions = stacked([sequence.interventions for sequence in sequences], rows, len(batch.lengths))
-        batch = self._put(dataclasses.replace(batch, interventions=interventions))
-        choice, self.pool = self.forward.decode(self.model, batch, self.pool, self.execution)
+        parts = {"interventions": interventions, "adapter": adapters_of(sequences, rows, len(batch.lengths))}
+        inputs = self._inputs(dataclasses.replace(batch, **parts))
+        choice, self.pool = self.forward.decode(*inputs, self.pool, self.execution)
         return choice
+
+    def _inputs(self, batch: Batch) -> tuple[CausalLM, Batch]:
+        """The model and the batch for a program: the model with adapters only if the batch's rows have any."""
+        model = self.model if batch.adapter is None or self.adapters is None else self.adapters.model
+        return model, self._put(batch)
 
     def warmup_size(self, first_token: bool, also: Sequence[Extra]) -> int:
         """The number of programs that a warm-up compiles."""
@@ -194,36 +206,47 @@ class Runner:
 
         The programs that take longest to compile come first.
         """
-        extend, decode, parts, _ = self.forward
-        for rows in reversed(self.shapes.rows[:1] if first_token else self.shapes.rows):
-            yield f"decode of {rows}", decode, self._empty_batch(rows, 0), self.execution
-            if "structured" in also and "masks" in parts:
-                masks = np.zeros((rows * self.shapes.groups, words(self.model.config.vocab_size)), np.uint32)
-                inputs = self._empty_batch(rows, DECODE_STEPS, masks=masks)
-                yield f"masked decode of {rows}", decode, inputs, self.execution
-        if (drafts := self.shapes.drafts) is not None:
-            shape = (drafts.sequences * self.shapes.groups, drafts.tokens - 1)
-            none = np.zeros(shape[0], np.int32)
-            empty = Drafts(np.full(shape, -1, np.int32), none, none, drafts.each, drafts.mtp)
-            inputs = self._empty_batch(drafts.sequences, 0, drafts=empty)
-            yield f"decode of {drafts.sequences} with drafts", decode, inputs, self.execution
-            if "structured" in also and "masks" in parts:
-                masks = np.zeros((shape[0], words(self.model.config.vocab_size)), np.uint32)
-                inputs = self._empty_batch(drafts.sequences, DECODE_STEPS, drafts=empty, masks=masks)
-                yield f"masked decode of {drafts.sequences} with drafts", decode, inputs, self.execution
-        for width in reversed(self.shapes.buckets):
-            zeros = np.zeros((self.shapes.groups, width), np.int32)
-            more = {"following": zeros} if self._mtp else {}
-            yield f"extend by {width}", extend, self._empty_batch(1, width, **more), self.execution
-            if "prompt_logprobs" in also and "targets" in parts:
-                inputs = self._empty_batch(1, width, targets=zeros, **more)
-                yield f"scores of {width}", extend, inputs, self.execution
+        for adapted in (False,) if self.adapters is None else (False, True):
+            yield from self._empty_passes(first_token, also, adapted)
         yield "swap in", swap_in, (self._int(self.shapes.slots), self._empty_contents())
         if not first_token:
             nowhere = self._put(np.full(PAGES_MOVED, self.shapes.pages, np.int32))
             yield "write pages", write_pages, (nowhere, self._no_pages)
             yield "swap out", swap_out, (self._int(0),)
             yield "read pages", read_pages, (nowhere,)
+
+    def _empty_passes(self, first_token: bool, also: Sequence[Extra], adapted: bool) -> Iterator[tuple[Any, ...]]:
+        """The forward passes among the empty calls: those of the model alone, or with adapters."""
+        (extend, decode, parts, _), groups = self.forward, self.shapes.groups
+
+        def call(name: str, program: Any, rows: int, seq: int, **some: Any) -> tuple[Any, ...]:
+            if adapted:
+                name, some["adapter"] = f"{name} with adapters", np.full(rows * groups, -1, np.int32)
+            return name, program, self._empty_batch(rows, seq, **some), self.execution
+
+        def masks(rows: int) -> np.ndarray:
+            return np.zeros((rows * groups, words(self.model.config.vocab_size)), np.uint32)
+
+        masked = "structured" in also and "masks" in parts
+        for rows in reversed(self.shapes.rows[:1] if first_token else self.shapes.rows):
+            yield call(f"decode of {rows}", decode, rows, 0)
+            if masked:
+                yield call(f"masked decode of {rows}", decode, rows, DECODE_STEPS, masks=masks(rows))
+        if (drafts := self.shapes.drafts) is not None:
+            rows = drafts.sequences
+            none = np.zeros(rows * groups, np.int32)
+            guesses = np.full((rows * groups, drafts.tokens - 1), -1, np.int32)
+            empty = Drafts(guesses, none, none, drafts.each, drafts.mtp)
+            yield call(f"decode of {rows} with drafts", decode, rows, 0, drafts=empty)
+            if masked:
+                name = f"masked decode of {rows} with drafts"
+                yield call(name, decode, rows, DECODE_STEPS, drafts=empty, masks=masks(rows))
+        for width in reversed(self.shapes.buckets):
+            zeros = np.zeros((groups, width), np.int32)
+            more = {"following": zeros} if self._mtp else {}
+            yield call(f"extend by {width}", extend, 1, width, **more)
+            if "prompt_logprobs" in also and "targets" in parts:
+                yield call(f"scores of {width}", extend, 1, width, targets=zeros, **more)
 
     def _compiler(self, function: Any, inputs: tuple[Any, ...], how: Sequence[Execution]) -> Callable[[], object]:
         """A function that compiles a program; a program that is not jitted compiles its parts when it runs."""
@@ -251,7 +274,7 @@ class Runner:
         table = np.full((count, shapes.columns), shapes.pages, np.int32)
         unused = Rows(np.full(count, shapes.slots, np.int32), table, in_place=count == shapes.slots)
         batch = Batch(unused, np.full((count, seq), -1, np.int32), np.zeros(count, np.int32), **parts)
-        return self.model, self._put(batch)
+        return self._inputs(batch)
 
     def _empty_contents(self) -> SlotContents:
         """The contents of a free slot."""

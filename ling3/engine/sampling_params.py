@@ -31,7 +31,7 @@ LARGEST = 1e9
 """The largest value of a parameter: float32 can add, multiply and divide such numbers without overflow."""
 MAX_SEED = 2**31 - 1 - MAX_COMPLETIONS
 """The largest seed: the last completion's seed has to be an int32 too."""
-NOT_IN_GENERATE = ("stop", "structured", "n", "logprobs", "prompt_logprobs", "capture", "keep")
+NOT_IN_GENERATE = ("stop", "structured", "n", "logprobs", "prompt_logprobs", "capture", "keep", "adapter")
 """Fields that only an engine supports, as `ling3.generate` returns token ids alone."""
 
 
@@ -102,6 +102,10 @@ class SamplingParams:
     """Changes inside the model for this request, at positions that count from the prompt's first token. Such requests
     share calls only with those that have interventions at the same sites, and use no known prefixes; each new
     combination of sites is compiled with its first request."""
+    adapter: str | None = None
+    """The name of one of the engine's adapters, with which prompt and answer are computed; None for the model alone.
+    Requests with different adapters share calls, but not with requests that have none, whose bits are those of an
+    engine without adapters. Known prefixes are never shared across adapters."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits, by token id."""
     n: int = parameter(1, ge=1, le=MAX_COMPLETIONS, common=False)
@@ -148,6 +152,8 @@ class SamplingParams:
             yield "structured", f"is {shown(self.structured)}, expected a {', a '.join(KINDS)} or None"
         if self.capture is not None and not _is_capture(self.capture):
             yield "capture", f"is {shown(self.capture)}, expected a ling3.Capture or None"
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            yield "adapter", f"is {shown(self.adapter)}, expected the name of an adapter or None"
         if not isinstance(self.interventions, (list, tuple)) or not all(map(_is_intervention, self.interventions)):
             yield "interventions", f"are {shown(self.interventions)}, expected a list of ling3.Intervention"
         if not _is_list(self.stop) or not all(isinstance(stop, str) and stop for stop in self.stop):

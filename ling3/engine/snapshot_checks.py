@@ -50,19 +50,24 @@ class SnapshotChecks:
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
         return SnapshotChecks(origin, shapes.page_size, states, entries, shapes.first_page)
 
-    def check(self, snapshot: Snapshot, name: str) -> None:
-        """Raises ValueError, calling the snapshot by its `name`, unless an engine of this origin could have made it."""
-        self._check_origin(snapshot.origin, name)
+    def check(self, snapshot: Snapshot, name: str, adapter: Mapping[str, Any]) -> None:
+        """Raises ValueError, calling the snapshot by its `name`, unless an engine of this origin could have made it.
+
+        `adapter` is the part of the origin that is the adapter's; empty without one.
+        """
+        self._check_origin(snapshot.origin, {**self.origin(), **adapter}, name)
         if (problem := self._counts(snapshot) or self._arrays(snapshot)) is not None:
             raise ValueError(f"{name} is a snapshot that was damaged or edited: {problem}")
 
-    def _check_origin(self, found: Any, name: str) -> None:
-        """Raises ValueError for a snapshot of another model, or of other settings."""
+    def _check_origin(self, found: Any, origin: Mapping[str, Any], name: str) -> None:
+        """Raises ValueError for a snapshot of another model or adapter, or of other settings."""
         if not isinstance(found, Mapping):
             raise ValueError(f"{name} is a snapshot whose origin is {shown(found)}, expected a mapping")
-        origin = self.origin()
         for key in {**found, **origin}:
             if origin.get(key) != (other := found.get(key)):
+                if key == "adapter":
+                    had = "without an adapter" if other is None else "with an adapter that is not this one's"
+                    raise ValueError(f"{name} is a snapshot of a request {had}: it holds for the same adapter")
                 whole = key in ("model", "execution")
                 what = f"another {key}" if whole else f"an engine whose {key} is {shown(other)}"
                 here = "" if whole else f" and not {shown(origin.get(key))}"

@@ -16,7 +16,7 @@ from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import rotate
-from ling3.ops.absorption import LatentHalves, absorbed
+from ling3.ops.absorption import AdaptedLatents, LatentHalves, absorbed, adapted_queries, adapted_values
 from ling3.ops.attention import BLOCK, Expansion
 from ling3.ops.precision import Wide, wide
 
@@ -240,17 +240,19 @@ class MLA(eqx.Module):
         row_positions = jnp.repeat(positions, self.heads, axis=1)
         summed = execution.latent_attention(q, row_positions, state.entries, span.table, length)
         o_latent = self._summed_latents(summed).astype(q_nope.dtype)
-        return execution.latent_values(o_latent, weight, self.value, execution.sums)[:, None]
+        form, sums = execution.latent_values, execution.sums
+        return adapted_values(o_latent, weight, self.value, form, sums, execution.times)[:, None]
 
     def _absorbed_queries(
         self,
         q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
         q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
-        weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"] | LatentHalves,
+        weight: Float[Array, "{self.heads*(self.nope+self.value)} {self.latent}"] | LatentHalves | AdaptedLatents,
         execution: Execution = PLAIN,
     ) -> Float[Array, "batch {self.heads} {self.entry}"]:
         """[q_nope W_uk | q_rope] of each head, to be scored directly against the cache entries."""
-        q_latent = execution.latent_queries(q_nope[:, 0], weight, execution.sums).astype(q_nope.dtype)
+        form, sums = execution.latent_queries, execution.sums
+        q_latent = adapted_queries(q_nope[:, 0], weight, form, sums, execution.times).astype(q_nope.dtype)
         return jnp.concatenate([q_latent, q_rope[:, 0]], axis=-1)
 
     def _summed_latents(

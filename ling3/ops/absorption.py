@@ -1,11 +1,13 @@
 """MLA's absorbed products, for decode steps: queries into the latent space, and attended latents back to values."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int32
 
+from ling3.ops.adapters import RowUpdates, StackedUpdates, added
+from ling3.ops.matmul import Multiply
 from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
 from ling3.ops.quantized import Quantized
 
@@ -23,8 +25,20 @@ Absorbed = Float[Array, "channels latent"] | LatentHalves
 """`kv_b_proj`: for each head the nope rows of W_uk, then the value rows of W_uv; or its two halves."""
 
 
-def absorbed(weight: Float[Array, "channels latent"] | Quantized | LatentHalves, dtype: DTypeLike) -> Absorbed:
+class AdaptedLatents(NamedTuple):
+    """`kv_b_proj` with an adapter for each row of a call: W + scale · B A, which is never formed."""
+
+    base: Any
+    """The operand of `kv_b_proj` itself."""
+    updates: RowUpdates
+
+
+def absorbed(
+    weight: Float[Array, "channels latent"] | Quantized | LatentHalves | AdaptedLatents, dtype: DTypeLike
+) -> Absorbed | AdaptedLatents:
     """Prepares the operand of a `kv_b_proj` for the operators below: an array in `dtype`, or the halves unchanged."""
+    if isinstance(weight, AdaptedLatents):
+        return weight._replace(base=absorbed(weight.base, dtype))
     if isinstance(weight, LatentHalves):
         return weight
     return (weight.decoded().astype(weight.dtype) if isinstance(weight, Quantized) else weight).astype(dtype)
@@ -78,6 +92,44 @@ def latent_values(
         return _per_head("hbl,hvl->hbv", summed, weight.values, sums)
     w_uv = rearrange(weight, "(h d) l -> h d l", h=summed.shape[1])[:, -value:]
     return _per_head("hbl,hvl->hbv", summed, w_uv, sums)
+
+
+def adapted_queries(
+    q: Float[Array, "batch heads nope"],
+    weight: Absorbed | AdaptedLatents,
+    form: LatentQueries,
+    sums: Accumulation,
+    times: Multiply,
+) -> Wide[Array, "batch heads latent"]:
+    """q W_uk by an operator's `form`, and + (scale · q B_uk) A in the rows that have an adapter."""
+    if not isinstance(weight, AdaptedLatents):
+        return form(q, weight, sums)
+
+    def update(own: StackedUpdates, place: Int32[Array, ""]) -> Array:
+        inner = own.scale[place] * latent_queries(q.astype(own.B.dtype), own.B[place], sums)
+        return times(inner.reshape(-1, inner.shape[-1]), own.A[place].T).reshape(*q.shape[:2], -1)
+
+    return added(form(q, weight.base, sums), weight.updates, update)
+
+
+def adapted_values(
+    summed: Float[Array, "batch heads latent"],
+    weight: Absorbed | AdaptedLatents,
+    value: int,
+    form: LatentValues,
+    sums: Accumulation,
+    times: Multiply,
+) -> Wide[Array, "batch heads {value}"]:
+    """W_uv times the sums by an operator's `form`, and + B_uv (scale · A) times them where rows have an adapter."""
+    if not isinstance(weight, AdaptedLatents):
+        return form(summed, weight, value, sums)
+
+    def update(own: StackedUpdates, place: Int32[Array, ""]) -> Array:
+        inner = times(summed.astype(own.A.dtype).reshape(-1, summed.shape[-1]), own.A[place])
+        inner = (own.scale[place] * inner).reshape(*summed.shape[:2], -1)
+        return latent_values(inner, own.B[place], value, sums)
+
+    return added(form(summed, weight.base, value, sums), weight.updates, update)
 
 
 def _per_head(

@@ -86,19 +86,22 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _listed(service: Service) -> dict[str, object]:
-    about = {"id": service.name, "object": "model", "created": service.created, "owned_by": "ling3"}
+def _listed(service: Service, name: str) -> dict[str, object]:
+    about = {"id": name, "object": "model", "created": service.created, "owned_by": "ling3"}
+    about |= {} if service.adapter(name) is None else {"parent": service.name}
     return {**about, "max_model_len": service.engine.max_model_len}
 
 
 async def _models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_listed(request.app.state.service)]})
+    service: Service = request.app.state.service
+    return JSONResponse({"object": "list", "data": [_listed(service, name) for name in service.names]})
 
 
 async def _model(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_model(request.path_params["name"])
-    return JSONResponse(_listed(service))
+    name: str = request.path_params["name"]
+    service.check_model(name)
+    return JSONResponse(_listed(service, name))
 
 
 async def _metrics(request: Request) -> Response:

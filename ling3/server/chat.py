@@ -56,7 +56,7 @@ async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tup
     structured = offered.grammar(params.structured, tokenizer)
     if opens and structured is not None:
         structured = after_thinking(structured, tokenizer)
-    params = dataclasses.replace(params, structured=structured)
+    params = dataclasses.replace(params, structured=structured, adapter=service.adapter(asked.model))
     field = "tools" if offered.held else asked.grammar
     deltas = await service.start([ids], params, "messages", field)
     read = {"tools": offered.schemas, "form": offered.form, "customs": offered.customs}
@@ -68,7 +68,7 @@ class _Messages(Choices):
     """Choices whose answers are chat messages."""
 
     def __init__(self, service: Service, asked: Chat, replies: Sequence[TokenReply], prompt_tokens: int):
-        head = head_of("chatcmpl", "chat.completion", service.name)
+        head = head_of("chatcmpl", "chat.completion", asked.model)
         super().__init__(head, asked, prompt_tokens, bool(asked.logprobs), "chat.completion.chunk")
         self._tokenizer, self._replies = service.tokenizer, replies
 

@@ -1,6 +1,7 @@
 """`/v1/completions`: continues texts or token ids, in one body or as a stream, and scores prompts with `echo`."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ async def answer(service: Service, asked: Completion) -> Response:
         raise wrong("max_tokens", "is 0, which needs echo")
     scored = asked.echo and (asked.logprobs is not None or most == 0)
     params = asked.params(most, asked.logprobs, (asked.logprobs or 0) if scored else None)
+    params = dataclasses.replace(params, adapter=service.adapter(asked.model))
     deltas = await service.start(prompts, params, "prompt", asked.grammar)
     return await respond(_Texts(service, asked, prompts), deltas, asked.stream, len(prompts))
 
@@ -53,7 +55,7 @@ class _Texts(Choices):
     """Choices whose answers are texts, which begin with the prompt's text if that is echoed."""
 
     def __init__(self, service: Service, asked: Completion, prompts: Sequence[list[int]]):
-        head, tokens = head_of("cmpl", "text_completion", service.name), sum(map(len, prompts))
+        head, tokens = head_of("cmpl", "text_completion", asked.model), sum(map(len, prompts))
         super().__init__(head, asked, tokens, asked.logprobs is not None, "text_completion")
         self._tokenizer, self._asked, self._prompts, self._n = service.tokenizer, asked, prompts, asked.n or 1
         self._scores: dict[tuple[int, int], Scores] = {}

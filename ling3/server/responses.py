@@ -157,7 +157,7 @@ async def answer(service: Service, asked: Asked) -> Response:
         deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])
     except ApiError as error:
         raise _renamed(error) from None
-    return await respond(_Response(service.tokenizer, _head(service, asked), reply), deltas, asked.stream)
+    return await respond(_Response(service.tokenizer, _head(asked), reply), deltas, asked.stream)
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -169,7 +169,7 @@ def _renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, message, param, error.code, error.headers)
 
 
-def _head(service: Service, asked: Asked) -> dict[str, Any]:
+def _head(asked: Asked) -> dict[str, Any]:
     effort = None if asked.reasoning is None else asked.reasoning.effort
     text = None if asked.text is None else asked.text.format
     return {
@@ -184,7 +184,7 @@ def _head(service: Service, asked: Asked) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "model": service.name,
+        "model": asked.model,
         "output": [],
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "presence_penalty": asked.presence_penalty or 0.0,

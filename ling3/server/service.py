@@ -47,9 +47,22 @@ class Service:
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     _silent: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.name in self.engine.adapters:
+            raise ValueError(f"{self.name!r} is the name of the model and of an adapter: clients need two names")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that clients may give as `model`: the model's, and those of its adapters."""
+        return (self.name, *self.engine.adapters)
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter of the model that a client names; None for the model alone."""
+        return None if name == self.name else name
+
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name other than the served model's."""
-        if name is not None and name != self.name:
+        """Raises ApiError 404 for a name that is neither the served model's nor an adapter's."""
+        if name is not None and name not in self.names:
             raise ApiError(404, f"the model {name!r:.80} does not exist", "model", "model_not_found")
 
     def room(self, tokens: int, param: str, least: int = 1) -> int:

@@ -15,7 +15,7 @@ from ling3.server.service import Service
 class Reciter(ling3.Engine):
     """What the service needs of an engine; each request is answered with the next text, the last one over and over."""
 
-    max_model_len, alive = 2048, True
+    max_model_len, alive, adapters = 2048, True, ()
     settings = types.SimpleNamespace(max_running_requests=8)
 
     def __init__(self, tokenizer, *texts, size=1, reason="stop"):
