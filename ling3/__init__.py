@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ling3.score import score
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+    from ling3.train.finetune import finetune
 
 __all__ = [
     "Adapter",
@@ -82,6 +83,7 @@ __all__ = [
     "Trace",
     "__version__",
     "ablate",
+    "finetune",
     "generate",
     "init",
     "load",
@@ -126,6 +128,7 @@ _MODULES = {
     "score": ("score",),
     "serve": ("Engine", "QueueFull"),
     "text.tokenizer": ("Tokenizer", "TokenizerError", "load_tokenizer"),
+    "train.finetune": ("finetune",),
     "interpret.look": ("Look", "look"),
     "interpret.trace": ("Trace", "trace"),
 }

@@ -1,4 +1,4 @@
-"""Texts to learn from JSONL files, as token ids with a mask of the learnt tokens; chats go through the chat template."""
+"""Texts to learn from JSONL files, as token ids with a mask of the learnt ones; chats go through the template."""
 
 import dataclasses
 import itertools
@@ -113,9 +113,7 @@ def _spans(row: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> list
     return [(prompt + answer, [False] * len(prompt) + [True] * len(answer))]
 
 
-def _of_chat(
-    messages: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]
-) -> list[tuple[list[int], list[bool]]]:
+def _of_chat(messages: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
     if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
         raise ValueError(f"messages: found {shown(messages)}; expected a list of objects with 'role' and 'content'")
     turns = [i for i, each in enumerate(messages) if each.get("role") == "assistant"]
@@ -140,7 +138,10 @@ def _turn(messages: Sequence[Any], tokenizer: Tokenizer, variables: Mapping[str,
     how: dict[str, Any] = {**variables, "tokenize": False}
     before = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **how)
     after = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **how)
-    shared = len(os.path.commonprefix([before, after]))
+    shared = next(
+        (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]),
+        min(len(before), len(after)),
+    )
     if shared < len(before):
         asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=False, **how)
         opened = before[shared:]
