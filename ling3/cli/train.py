@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from ling3.cli.options import OPTIONAL, Command, Common, DirectoryOption, FileOption, NamesOption, Thinking, WholeNumber
+from ling3.cli.options import (
+    Command,
+    Common,
+    DirectoryOption,
+    FileOption,
+    FloatOption,
+    NamesOption,
+    Thinking,
+    WholeNumber,
+)
 from ling3.cli.terminal import VISIBLE, count
 
 if TYPE_CHECKING:
     from ling3.text.tokenizer import Tokenizer
-    from ling3.train.finetune import FineTuning
+    from ling3.train.fine_tuning import FineTuning
     from ling3.train.texts import TrainingText
 
 # ruff: noqa: PLC0415
@@ -37,7 +46,7 @@ class Train(Command):
     """The rank of the adapter, which is the only part that is trained; by default 16."""
     full: bool = False
     """Train all weights instead, in float32."""
-    alpha: OPTIONAL[float] = None
+    alpha: FloatOption = None
     """The adapter's alpha; by default its rank."""
     targets: NamesOption = None
     """The modules that the adapter changes: comma-separated names of transformers, or their ends; by default all."""
@@ -61,12 +70,14 @@ class Train(Command):
     """Texts in a step."""
     tokens: int = 2048
     """Tokens of a forward and backward pass; a step takes as many passes as its texts need."""
-    learning_rate: OPTIONAL[float] = None
+    learning_rate: FloatOption = None
     """The highest learning rate; by default 2e-4, and 1e-5 with --full."""
     warmup: WholeNumber = None
     """Steps in which the learning rate grows from 0; by default 3 % of all."""
     weight_decay: float = 0.0
     """The weight decay of AdamW, on matrices."""
+    clip: float = 1.0
+    """The largest norm of the gradient, which is scaled down to it."""
     keep_activations: bool = False
     """Keep all activations for the backward pass, instead of recomputing each layer: faster, in more memory."""
     save_every: int = 50
@@ -78,13 +89,14 @@ class Train(Command):
 
     def settings(self) -> "FineTuning":
         """The options as FineTuning. Raises ValueError for options that exclude each other or are out of range."""
-        from ling3.train.finetune import FineTuning
+        from ling3.train.fine_tuning import FineTuning
 
         if self.full and self.lora is not None:
             raise ValueError("--full trains all weights, and --lora an adapter: give one of them")
         if self.mtp and not self.full:
             raise ValueError("--mtp is for --full: an adapter leaves multi-token-prediction layers as they are")
-        given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(FineTuning)}
+        names = {field.name for field in dataclasses.fields(FineTuning)}
+        given = {name: value for name, value in vars(self).items() if name in names}
         given["lora"] = None if self.full else RANK if self.lora is None else self.lora
         given["targets"] = None if self.targets is None else tuple(self.targets.split(","))
         given["recompute"] = not self.keep_activations
@@ -96,7 +108,7 @@ def run(command: Train) -> None:
     from ling3.checkpoint import hub, load
     from ling3.runtime import compilation_cache
     from ling3.text.tokenizer import load_tokenizer
-    from ling3.train.finetune import check_target, finetune
+    from ling3.train.fine_tuning import check_target, finetune
     from ling3.train.texts import read_texts
 
     settings, console = command.settings(), Console(stderr=True, highlight=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
-    from ling3.train.finetune import FineTuned, FineTuning, finetune
+    from ling3.train.fine_tuning import FineTuned, FineTuning, finetune
     from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
     from ling3.train.texts import TrainingDataError, TrainingText, read_texts
@@ -34,7 +34,7 @@ __all__ = [
 
 _MODULE_OF = {
     **dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance"),
-    **dict.fromkeys(("FineTuned", "FineTuning", "finetune"), "finetune"),
+    **dict.fromkeys(("FineTuned", "FineTuning", "finetune"), "fine_tuning"),
     **dict.fromkeys(("TrainingDataError", "TrainingText", "read_texts"), "texts"),
     "Fsdp": "fsdp",
 }

@@ -92,8 +92,7 @@ class Optimization:
             one, other = (labels, still) if self.part == "decoder" else (still, labels)
             labels = dataclasses.replace(one, mtp=other.mtp)
         biases, fixed = optax.sign_sgd(self.bias_rate), optax.set_to_zero()
-        kinds = {"weight": self.descent(), "expert_bias": biases, "fixed": fixed}
-        return optax.partition(kinds, lambda _: labels)
+        return optax.partition({"weight": self.descent(), "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
 
 def _inner_matrices(weights: PyTree) -> PyTree:

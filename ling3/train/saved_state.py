@@ -35,7 +35,7 @@ class SavedState:
     facts: Mapping[str, Any]
 
     def load(self, tree: _Tree) -> tuple[int, list[dict[str, Any]], _Tree]:
-        """The step, the log and the arrays of the saved state; 0, no log and `tree` itself if there is none.
+        """The step, the log and the arrays of the saved state; 0, no log and `tree` itself without one.
 
         Raises CheckpointError, naming each fact, if the state is of another training.
         """

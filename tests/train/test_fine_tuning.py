@@ -15,13 +15,15 @@ from tiny import TINY, open_model, widened
 import ling3
 from ling3.checkpoint import CheckpointError
 from ling3.train import Batch, next_token_loss
-from ling3.train.finetune import FineTuning, finetune
+from ling3.train.fine_tuning import FineTuning, finetune
 from ling3.train.learnt_loss import recomputed, summed_loss
 from ling3.train.micro_batches import learnt_tokens, micro_batches, step_texts, width_of
 from ling3.train.texts import TrainingDataError, TrainingText
 
 # One layer of MLA and a mixture of experts.
 SMALL = dataclasses.replace(TINY, num_hidden_layers=1, layer_group_size=1, first_k_dense_replace=0)
+# KDA with a dense MLP, MLA with experts.
+PAIR = dataclasses.replace(TINY, num_hidden_layers=2, layer_group_size=2)
 TARGETS = ("q_b_proj", "o_proj", "down_proj", "lm_head")
 SHORT = {"lora": 2, "targets": TARGETS, "steps": 6, "batch": 2, "tokens": 64, "learning_rate": 1e-2, "warmup": 1}
 
@@ -68,21 +70,22 @@ def test_micro_batches_have_each_text_in_a_row_and_few_shapes():
 
 @pytest.fixture(scope="module")
 def losses():
-    """The loss and gradient of five texts in float64: one by one, unpadded, and as micro-batches."""
+    """The loss and gradient of three texts in float64: one by one, unpadded, and as micro-batches."""
 
     def of(model, batches):
         function = eqx.filter_jit(eqx.filter_value_and_grad(lambda model, batch: summed_loss(recomputed(model), batch)))
         found = [function(model, batch) for batch in batches]
         return jax.tree.map(lambda *each: sum(map(np.asarray, each)), *found)
 
-    some = texts(5, seed=3, longest=40)
+    some = [TrainingText(text.ids[:20], text.learnt[:20]) for text in texts(9) if len(text.ids) > 24][:2]
+    some += [text for text in texts(9) if len(text.ids) > 24][2:3]
     alone = [
         Batch(jnp.asarray([text.ids], jnp.int32), jnp.asarray([text.learnt], jnp.float32).at[:, 0].set(0.0))
         for text in some
     ]
     with jax.enable_x64(True):
-        model = widened(open_model(TINY))
-        return model, alone, of(model, alone), of(model, micro_batches(some, 96)), of(model, micro_batches(some, 9999))
+        model = widened(open_model(PAIR))
+        return model, alone, of(model, alone), of(model, micro_batches(some, 32)), of(model, micro_batches(some, 9999))
 
 
 @pytest.mark.slow
@@ -99,7 +102,7 @@ def test_padded_and_accumulated_batches_have_the_loss_and_gradient_of_each_text_
 
 @pytest.mark.slow
 def test_a_poisoned_neighbour_and_padding_change_nothing():
-    model, [long, short] = open_model(TINY), sorted(texts(2, seed=5, longest=40), key=lambda text: -len(text.ids))
+    model, [long, short] = open_model(PAIR), sorted(texts(2, seed=5, longest=40), key=lambda text: -len(text.ids))
     [batch] = micro_batches([long, short], 9999)
     gradient = eqx.filter_jit(eqx.filter_value_and_grad(summed_loss))
     rows = jnp.arange(2)[:, None] == 1  # the row of the shorter text
@@ -137,7 +140,7 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count):
     """Ends the process, as it were, at the update after so many."""
-    module = importlib.import_module("ling3.train.finetune")
+    module = importlib.import_module("ling3.train.fine_tuning")
     original, calls = module._updated, itertools.count()
 
     def updated(*given):

@@ -256,7 +256,7 @@ class _Run:
                 loss, gradient = self.gradient(trained, chosen)
                 trained, state = _updated((self.optimizer, self.fsdp, gradient), trained, state)
                 point = {"step": step, "tokens": (log[-1].get("tokens", 0) if log else 0) + _count(chosen)}
-                point |= {"learning_rate": float(rate(step - 1)), "loss": float(loss)}
+                point |= {"learning_rate": float(jnp.asarray(rate(step - 1))), "loss": float(loss)}
                 if not jnp.isfinite(loss):
                     raise FloatingPointError(f"the loss is {point['loss']} at step {step}: lower the learning rate")
                 if self.held_out and (step % self.settings.eval_every == 0 or step == steps):
