@@ -28,7 +28,7 @@ from ling3.train.fsdp import DIVISIBLE, Fsdp
 from ling3.train.learnt_loss import recomputed, summed_loss
 from ling3.train.loop import Batch, Optimization, first_state, mtp_loss
 from ling3.train.loss_plot import draw_losses
-from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts
+from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
 from ling3.train.saved_state import PLOT, STATE, SavedState, checksum
 from ling3.train.texts import TrainingDataError, TrainingText
 
@@ -48,7 +48,7 @@ class FineTuning:
     steps: int | None = None
     """The number of steps of the optimizer."""
     batch: int = 8
-    """Texts in a step."""
+    """Texts in a step; one step of an epoch may have fewer."""
     tokens: int = 2048
     """Tokens of a forward and backward pass, padding included; a step takes as many passes as its texts need."""
     learning_rate: float | None = None
@@ -85,7 +85,8 @@ class FineTuning:
 
     def optimization(self, texts: int) -> Optimization:
         """The optimizer for this number of texts to learn from."""
-        steps = max(1, round(self.epochs * texts / self.batch)) if self.steps is None else self.steps
+        each = steps_of(texts, self.batch)
+        steps = max(1, round(self.epochs * each)) if self.steps is None else self.steps
         rate = self.learning_rate or (1e-5 if self.lora is None else 2e-4)
         warmup = min(round(0.03 * steps), steps - 1) if self.warmup is None else self.warmup
         decay = {"weight_decay": self.weight_decay, "clip": self.clip, "b2": 0.999}

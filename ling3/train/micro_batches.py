@@ -10,30 +10,38 @@ from ling3.train.loop import Batch
 from ling3.train.texts import TrainingText
 
 NARROWEST = 32
-"""The smallest width of a micro-batch; further ones are 1.5 and 2 times as wide, 3 and 4 times, and so on."""
+"""The smallest width of a micro-batch; the others are 5, 6, 7 and 8 quarters of it, twice these, and so on."""
+WINDOW = 32
+"""Steps among whose texts those of like length come together."""
+
+
+def steps_of(texts: int, count: int) -> int:
+    """The steps in which all texts are learnt once, `count` in each but the last of them."""
+    return -(-texts // count)
 
 
 def step_texts(texts: Sequence[TrainingText], step: int, count: int, seed: int) -> list[TrainingText]:
-    """The `count` texts of a step, counted from 1: all texts in a random order, then all in another one, and so on.
+    """The `count` texts of a step, counted from 1; each text is in one step of an epoch.
 
-    They depend on `step` and `seed` alone, so training continues anywhere.
+    An epoch's random order is cut into windows of WINDOW steps. In each the texts are sorted by length and dealt to
+    steps, and the order of all steps is random again: so a step's texts have like lengths, and need little padding. One
+    step of an epoch may have fewer texts. They depend on `step` and `seed` alone, so training continues anywhere.
     """
-    orders: dict[int, np.ndarray] = {}
-    found = []
-    for position in range((step - 1) * count, step * count):
-        epoch, place = divmod(position, len(texts))
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(len(texts))
-        found.append(texts[orders[epoch][place]])
-    return found
+    epoch, place = divmod(step - 1, steps_of(len(texts), count))
+    rng = np.random.default_rng((seed, epoch))
+    order = rng.permutation(len(texts)).tolist()
+    windows = [order[first : first + WINDOW * count] for first in range(0, len(order), WINDOW * count)]
+    ordered = [i for window in windows for i in sorted(window, key=lambda i: len(texts[i].ids))]
+    chosen = int(rng.permutation(steps_of(len(texts), count))[place])
+    return [texts[i] for i in ordered[chosen * count : (chosen + 1) * count]]
 
 
 def width_of(length: int) -> int:
-    """The width of a micro-batch whose longest text has `length` tokens: NARROWEST · 2^k or 1.5 times that."""
-    width = NARROWEST
-    while width < length:
-        width = width * 3 // 2 if width & (width - 1) == 0 else width // 3 * 4
-    return width
+    """The width of a micro-batch whose longest text has `length` tokens: (4 to 7) quarters of NARROWEST · 2^k."""
+    quarter = NARROWEST // 4
+    while 8 * quarter < length:
+        quarter *= 2
+    return max(NARROWEST, -(-length // quarter) * quarter)
 
 
 def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1) -> list[Batch]:

@@ -43,19 +43,23 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def test_a_step_has_each_text_once_an_epoch_in_another_order():
-    every = texts(7)
-    first, second = (
-        [text.source for text in itertools.chain(*(step_texts(every, step, 7, 0) for step in steps))]
-        for steps in ([1], [2])
-    )
-    assert sorted(first) == sorted(second) == [text.source for text in every] and first != second
-    by_three = [text.source for step in range(1, 8) for text in step_texts(every, step, 3, 0)]
-    assert by_three[:14] == [*first, *second]
+def test_an_epoch_has_each_text_in_one_step_beside_texts_of_like_length():
+    every = texts(203)
+    epochs = [[step_texts(every, step, 4, 0) for step in range(first, first + 51)] for first in (1, 52)]
+    names = [[text.source for step in epoch for text in step] for epoch in epochs]
+    assert sorted(names[0]) == sorted(names[1]) == sorted(text.source for text in every) and names[0] != names[1]
+    for epoch in epochs:
+        assert sorted(map(len, epoch)) == [3] + [4] * 50
+        spread = [max(len(text.ids) for text in step) - min(len(text.ids) for text in step) for step in epoch]
+        assert np.mean(spread) < 3, "of lengths from 3 to 32"
+        padded = sum(batch.tokens.size for step in epoch for batch in micro_batches(step, 4096))
+        assert padded < 2 * sum(len(text.ids) for text in every)  # no batch is narrower than 32
+    assert step_texts(every, 7, 4, 1) != step_texts(every, 7, 4, 0) == step_texts(every, 7, 4, 0)
+    assert len(step_texts(every[:3], 5, 8, 0)) == 3
 
 
 def test_micro_batches_have_each_text_in_a_row_and_few_shapes():
-    assert [width_of(n) for n in (1, 32, 33, 49, 65, 97, 4096)] == [32, 32, 48, 64, 96, 128, 4096]
+    assert [width_of(n) for n in (1, 32, 33, 49, 65, 97, 4096)] == [32, 32, 40, 56, 80, 112, 4096]
     many = texts(50, longest=60)
     for devices in (1, 4):
         batches = micro_batches(many, 128, devices)
