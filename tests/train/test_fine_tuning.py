@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantized_models
+import tiny_transformers
 from tiny import TINY, open_model, widened
 
 import ling3
@@ -28,12 +30,12 @@ TARGETS = ("q_b_proj", "o_proj", "down_proj", "lm_head")
 SHORT = {"lora": 2, "targets": TARGETS, "steps": 6, "batch": 2, "tokens": 64, "learning_rate": 1e-2, "warmup": 1}
 
 
-def texts(count=7, seed=0, longest=32):
+def texts(count=7, seed=0, longest=32, vocab=96):
     """Random texts of at least 3 tokens, of which the last half is learnt."""
     rng = np.random.default_rng(seed)
     found = []
     for i in range(count):
-        ids = rng.integers(3, 96, rng.integers(3, longest + 1)).tolist()
+        ids = rng.integers(3, vocab, rng.integers(3, longest + 1)).tolist()
         learnt = [j >= len(ids) // 2 for j in range(len(ids))]
         found.append(TrainingText(tuple(ids), tuple(learnt), f"texts.jsonl:{i + 1}"))
     return found
@@ -214,3 +216,35 @@ def test_what_cannot_be_trained_says_why(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(CheckpointError, match="is a file; give a directory"):
         finetune(model, some, tmp_path / "taken", FineTuning(**SHORT))
+
+
+@pytest.mark.slow
+def test_a_quantized_base_stays_and_its_adapter_learns():
+    base = quantized_models.model("int4", num_hidden_layers=1, layer_group_size=1, first_k_dense_replace=0)
+    tuned = finetune(base, texts(3), None, FineTuning(lora=8, targets=TARGETS, steps=20, batch=3, learning_rate=2e-2))
+    assert tuned.log[-1]["loss"] < 0.8 * tuned.log[0]["loss"]
+    known = {id(leaf) for leaf in jax.tree.leaves(base)}
+    assert len([leaf for leaf in jax.tree.leaves(tuned.model) if id(leaf) not in known]) == 2 * len(
+        tuned.adapter.modules
+    )
+    with pytest.raises(ValueError, match="the model is quantized, and its weights cannot be trained; train an adapter"):
+        finetune(base, texts(3), None, FineTuning(lora=None))
+
+
+@pytest.mark.slow
+def test_over_devices_the_losses_are_one_devices_and_the_state_continues(tmp_path, monkeypatch):
+    """Within 1e-5: the same float32 sums in another order."""
+    model, some = tiny_transformers.open_model("llama"), texts(6, vocab=64)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    settings = FineTuning(lora=None, steps=4, batch=3, learning_rate=1e-2, save_every=2)
+    expected = [point["loss"] for point in finetune(model, some, None, settings).log]
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            finetune(model, some, tmp_path, settings, mesh=mesh)
+    tuned = finetune(model, some, tmp_path, settings, mesh=mesh)
+    assert [point["loss"] for point in tuned.log] == pytest.approx(expected, rel=1e-5)
+    assert len(tuned.model.model.word_embeddings.weight.sharding.device_set) == 4
+    assert same(ling3.load(tmp_path), tuned.model)
+    with pytest.raises(ValueError, match="lora: a model on a mesh takes no adapter"):
+        finetune(model, some, None, mesh=mesh)
