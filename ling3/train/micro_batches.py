@@ -29,11 +29,11 @@ def step_texts(texts: Sequence[TrainingText], step: int, count: int, seed: int) 
     """
     epoch, place = divmod(step - 1, steps_of(len(texts), count))
     rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(len(texts)).tolist()
-    windows = [order[first : first + WINDOW * count] for first in range(0, len(order), WINDOW * count)]
-    ordered = [i for window in windows for i in sorted(window, key=lambda i: len(texts[i].ids))]
-    chosen = int(rng.permutation(steps_of(len(texts), count))[place])
-    return [texts[i] for i in ordered[chosen * count : (chosen + 1) * count]]
+    order = rng.permutation(len(texts))
+    window, at = divmod(int(rng.permutation(steps_of(len(texts), count))[place]), WINDOW)
+    around = order[window * WINDOW * count : (window + 1) * WINDOW * count].tolist()
+    around.sort(key=lambda i: len(texts[i].ids))
+    return [texts[i] for i in around[at * count : (at + 1) * count]]
 
 
 def width_of(length: int) -> int:

@@ -33,7 +33,7 @@ SETTINGS = FineTuning(
 
 def texts():
     rng = np.random.default_rng(0)
-    lengths = rng.integers(4, 48, 10).tolist()
+    lengths = rng.integers(4, 33, 8).tolist()
     rows = [rng.integers(2, 64, length).tolist() for length in lengths]
     return [TrainingText(tuple(row), tuple(i >= len(row) // 3 for i in range(len(row)))) for row in rows]
 
