@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ling3.score import score
     from ling3.serve import Engine, QueueFull
     from ling3.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+    from ling3.train.fine_tuning import finetune as finetune
 
 __all__ = [
     "Adapter",
@@ -130,6 +131,8 @@ _MODULES = {
     "interpret.trace": ("Trace", "trace"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+# Not in `__all__`, so that `from ling3 import *` needs no extra.
+_MODULE_OF["finetune"] = "train.fine_tuning"
 # Packages and modules whose functions check the types of their arguments and results: those with arrays, and what a
 # user calls. In the others, many functions run for every token or tensor, and take less time than a check would.
 _CHECKED = (

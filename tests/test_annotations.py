@@ -36,6 +36,7 @@ from ling3.ops.adapters import AdapterRows, StackedUpdates
 from ling3.ops.kda import recurrent_kda
 from ling3.ops.packed_kv import ENTRIES, KEYS
 from ling3.runtime import checks
+from ling3.train import Batch
 
 ROOT = pathlib.Path(ling3.__file__).parent
 KEY = jax.random.key(0)
@@ -380,6 +381,12 @@ SLOW = (
 )
 """Those that take longest."""
 
+
+def learnt_loss(module):
+    batch = Batch(jnp.zeros((BATCH, SEQ), jnp.int32), numbers(BATCH, SEQ))
+    module.summed_loss(module.recomputed(open_model(SHORT)), batch, PLAIN)
+
+
 FILES = {
     "layers/gate": gate,
     "layers/norm": norm,
@@ -401,6 +408,7 @@ FILES = {
     "ops/drawing": drawing,
     "ops/conv": convolution,
     "cache": cache,
+    "train/learnt_loss": learnt_loss,
     "model": model,
     "mtp": mtp,
     "mesh/sharded": sharded,

@@ -15,6 +15,7 @@ from benchmarks.cases import (
     server,
     speculation,
     start,
+    training,
     whole,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "server",
     "speculation",
     "start",
+    "training",
     "whole",
 ]

@@ -218,7 +218,7 @@ def _replaced(target: pathlib.Path, overwrite: bool) -> list[str]:
         return []
     if not target.is_dir():
         raise CheckpointError(f"{target}: is a file; give a directory for the adapter")
-    there = {path.name for path in target.iterdir()} - {replacing.WORK}
+    there = {path.name for path in target.iterdir()} - {replacing.WORK, replacing.TRAINING}
     if there and not overwrite:
         raise CheckpointError(f"{target}: is not empty; give another directory, or overwrite it (overwrite=True)")
     if there and adapter_config.NAME not in there:

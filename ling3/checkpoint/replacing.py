@@ -25,6 +25,8 @@ from ling3.checkpoint.safetensors_file import CheckpointError
 from ling3.runtime import interrupts
 
 WORK = ".ling3.partial"
+TRAINING = "training"
+"""The directory of a fine-tuning's state and log in the directory of its result, where it stays."""
 PATIENCE = 10.0
 """Seconds that a reader waits for another process to move its files."""
 

@@ -141,7 +141,7 @@ def replaced(target: pathlib.Path, overwrite: bool, tokenizer: tuple[str, ...]) 
         return [], False
     if not target.is_dir():
         raise CheckpointError(f"{target}: is a file; give a directory for the checkpoint")
-    there = {path.name for path in target.iterdir()} - {replacing.WORK}
+    there = {path.name for path in target.iterdir()} - {replacing.WORK, replacing.TRAINING}
     if not there:
         return [], False
     if not overwrite:

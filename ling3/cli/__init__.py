@@ -88,7 +88,7 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         return
     import tyro
 
-    from ling3.cli import ablate, bench, chat, eval, generate, inspect, look, quantize, serve
+    from ling3.cli import ablate, bench, chat, eval, generate, inspect, look, quantize, serve, train
     from ling3.cli.devices import Machines
     from ling3.cli.loading import follow
     from ling3.cli.serving import Serving
@@ -102,7 +102,8 @@ def _run(argv: list[str], before: Callable[[bool], Any] | None) -> None:
         | ablate.Ablate
         | inspect.Inspect
         | look.Look
-        | quantize.Quantize,
+        | quantize.Quantize
+        | train.Train,
         prog="ling3",
         description="Ling-3 in JAX.",
         args=argv,

@@ -55,7 +55,8 @@ def _guesser(word: str) -> str:
 
 
 GuesserOption = Annotated[Literal["lookup", "mtp"] | None, _optional("lookup|mtp", _guesser), NO_DEFAULT]
-OPTIONAL = {int: WholeNumber, float: Annotated[float | None, _optional("FLOAT", float), NO_DEFAULT]}
+FloatOption = Annotated[float | None, _optional("FLOAT", float), NO_DEFAULT]
+OPTIONAL = {int: WholeNumber, float: FloatOption}
 Thinking = Literal["auto", "on", "off"]
 
 

@@ -1,4 +1,4 @@
-"""Training: a loop for any model and any stream of token batches; `nano` has the recipe of the *nano* checkpoint.
+"""Training: a loop for any model and any stream of token batches, fine-tuning, and nano's recipe (`nano`).
 
 `python -m ling3.train --out DIRECTORY` trains nano.
 """
@@ -8,21 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
+    from ling3.train.fine_tuning import FineTuned, FineTuning, finetune
     from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
+    from ling3.train.texts import TrainingDataError, TrainingText, read_texts
 
 __all__ = [
     "BalancedRouter",
     "Batch",
+    "FineTuned",
+    "FineTuning",
     "Fsdp",
     "Optimization",
     "Progress",
+    "TrainingDataError",
+    "TrainingText",
     "balanced",
     "excess_load",
+    "finetune",
     "next_token_loss",
     "plain",
+    "read_texts",
     "train",
 ]
+
+_MODULE_OF = {
+    **dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance"),
+    **dict.fromkeys(("FineTuned", "FineTuning", "finetune"), "fine_tuning"),
+    **dict.fromkeys(("TrainingDataError", "TrainingText", "read_texts"), "texts"),
+    "Fsdp": "fsdp",
+}
 
 if not TYPE_CHECKING:
 
@@ -30,6 +45,4 @@ if not TYPE_CHECKING:
         """Imports a public name on first use: the loop needs the extra `train`, nano's problems do not."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        balance = dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance")
-        module = (balance | {"Fsdp": "fsdp"}).get(name, "loop")
-        return getattr(import_module(f"ling3.train.{module}"), name)
+        return getattr(import_module(f"ling3.train.{_MODULE_OF.get(name, 'loop')}"), name)

@@ -49,8 +49,8 @@ class Optimization:
     clip: float = 1.0
     b2: float = 0.98
     bias_rate: float = 1e-3
-    part: Literal["decoder", "mtp"] = "decoder"
-    """The trained part: the decoder, or the model's only multi-token-prediction layer, whose loss is `mtp_loss`."""
+    part: Literal["decoder", "mtp", "all"] = "decoder"
+    """The trained part: the decoder, the model's only multi-token-prediction layer with `mtp_loss`, or both."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < self.steps:
@@ -60,11 +60,8 @@ class Optimization:
         """The learning rate as a function of the step."""
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.warmup, self.steps)
 
-    def transformation(self, model: CausalLM) -> optax.GradientTransformation:
-        """Applies `method` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`).
-
-        Multi-token-prediction layers, or with `part` "mtp" all but them, stay as they are.
-        """
+    def descent(self) -> optax.GradientTransformation:
+        """Clips the gradient and applies `method` to weights."""
         rate, decay = self.schedule(), self.weight_decay
         if self.method == "muon":
             descent = optax.contrib.muon(
@@ -78,17 +75,24 @@ class Optimization:
             descent = optax.adamw(
                 rate, b2=self.b2, weight_decay=decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
             )
-        weights = optax.chain(optax.clip_by_global_norm(self.clip), descent)
+        return optax.chain(optax.clip_by_global_norm(self.clip), descent)
+
+    def transformation(self, model: CausalLM) -> optax.GradientTransformation:
+        """Applies `descent` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`).
+
+        Multi-token-prediction layers, or with `part` "mtp" all but them, stay as they are.
+        """
         labels = eqx.tree_at(
             expert_biases,
             jax.tree.map(lambda _: "weight", eqx.filter(model, eqx.is_inexact_array)),
             replace_fn=lambda _: "expert_bias",
         )
-        still = jax.tree.map(lambda _: "fixed", labels)
-        one, other = (labels, still) if self.part == "decoder" else (still, labels)
-        labels = dataclasses.replace(one, mtp=other.mtp)
+        if self.part != "all":
+            still = jax.tree.map(lambda _: "fixed", labels)
+            one, other = (labels, still) if self.part == "decoder" else (still, labels)
+            labels = dataclasses.replace(one, mtp=other.mtp)
         biases, fixed = optax.sign_sgd(self.bias_rate), optax.set_to_zero()
-        return optax.partition({"weight": weights, "expert_bias": biases, "fixed": fixed}, lambda _: labels)
+        return optax.partition({"weight": self.descent(), "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
 
 def _inner_matrices(weights: PyTree) -> PyTree:
@@ -152,7 +156,20 @@ def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) 
     return jnp.mean(jnp.stack(losses))
 
 
-LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {"decoder": next_token_loss, "mtp": mtp_loss}
+def both_losses(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
+    """The sum of `next_token_loss` and, if there is a multi-token-prediction layer, of `mtp_loss`.
+
+    No weight stands between them, since no array has a gradient of both.
+    """
+    loss = next_token_loss(model, batch, execution)
+    return loss + mtp_loss(model, batch, execution) if model.mtp else loss
+
+
+LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {
+    "decoder": next_token_loss,
+    "mtp": mtp_loss,
+    "all": both_losses,
+}
 """The loss with which each part of a model is trained."""
 
 
@@ -187,7 +204,7 @@ def _step(
     return model, state, loss, imbalance
 
 
-def first_state(optimizer: optax.GradientTransformation, model: CausalLM, fsdp: Fsdp | None = None) -> PyTree:
+def first_state(optimizer: optax.GradientTransformation, model: PyTree, fsdp: Fsdp | None = None) -> PyTree:
     """The optimizer's state before the first step; with `fsdp` it is sharded from the start."""
     weights = eqx.filter(model, eqx.is_inexact_array)
     if fsdp is None:

@@ -10,36 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from exhaustive_cases import exhaustively
 from hostile_templates import HOSTILE, IN_BOUNDS
+from template_forms import LING
 
 from ling3.runtime import limited_process
 from ling3.text import chat_template
 from ling3.text.chat_template import LONGEST_TEMPLATE, ChatTemplate, ChatTemplateError
-
-# The form of Ling-3's own: thinking on by default, the system's message first, earlier thoughts left out.
-LING = """
-{%- set thinking_option = 'on' if enable_thinking is not defined or enable_thinking else 'off' %}
-{%- macro turn(role, content) -%}
-<role>{{ role }}</role>{{ content }}<|role_end|>
-{%- endmacro %}
-{%- set ns = namespace(system='') %}
-{%- if messages[0].role == 'system' %}
-    {%- set ns.system = messages[0].content + '\\n' %}
-{%- endif %}
-{{- turn('SYSTEM', ns.system ~ 'detailed thinking ' ~ thinking_option) }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- turn('HUMAN', message.content) }}
-    {%- elif message['role'] == 'assistant' %}
-        {{- turn('ASSISTANT', message.content.split('</think>')[-1].lstrip('\\n')) }}
-    {%- elif message.role != 'system' or not loop.first %}
-        {{- raise_exception('no role ' + message.role) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<role>ASSISTANT</role>\\n<think>' }}
-    {%- if thinking_option == 'off' %}{{ '</think>' }}{% endif %}
-{%- endif %}
-"""
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -1,0 +1,358 @@
+"""Fine-tunes a model on texts: a LoRA adapter, or all weights; resumable, to the same bits."""
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from ling3.adapters import Adapter, new_adapter, with_adapter
+from ling3.checkpoint import replacing
+from ling3.checkpoint.adapters import save_adapter
+from ling3.checkpoint.safetensors_file import CheckpointError
+from ling3.checkpoint.saving import save
+from ling3.formats.matrix import QuantizedMatrix
+from ling3.model import CausalLM
+from ling3.runtime.progress import progress
+from ling3.train.balance import balanced, plain
+from ling3.train.fsdp import DIVISIBLE, Fsdp
+from ling3.train.learnt_loss import recomputed, summed_loss
+from ling3.train.loop import Batch, Optimization, first_state, mtp_loss
+from ling3.train.loss_plot import draw_losses
+from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
+from ling3.train.saved_state import PLOT, STATE, SavedState, checksum
+from ling3.train.texts import TrainingDataError, TrainingText
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTuning:
+    """How to fine-tune: what is trained, on how many texts a step, and how fast (AdamW; warm-up, then cosine to 0)."""
+
+    lora: int | None = 16
+    """The rank of a LoRA adapter, the only part that is trained then; None trains all weights."""
+    alpha: float | None = None
+    """The adapter's alpha; by default its rank, a scale of 1."""
+    targets: str | tuple[str, ...] | None = None
+    """The modules that the adapter changes, by names of transformers or their ends; by default all but lm_head."""
+    epochs: float = 3.0
+    """How often each text is learnt, unless `steps` is given."""
+    steps: int | None = None
+    """The number of steps of the optimizer."""
+    batch: int = 8
+    """Texts in a step; one step of an epoch may have fewer."""
+    tokens: int = 2048
+    """Tokens of a forward and backward pass, padding included; a step takes as many passes as its texts need."""
+    learning_rate: float | None = None
+    """The highest learning rate; by default 2e-4 for an adapter and 1e-5 for all weights."""
+    warmup: int | None = None
+    """Steps in which the learning rate grows from 0; by default 3 % of all."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """The largest norm of the gradient, which is scaled down to it."""
+    recompute: bool = True
+    """Recompute each layer in the backward pass, which then keeps only the layers' inputs (gradient checkpointing)."""
+    eval_share: float = 0.0
+    """The share of the texts, drawn by the seed, that are held out to measure the loss on."""
+    eval_every: int = 50
+    """Steps between two measurements on held-out texts."""
+    save_every: int = 50
+    """Steps between two saved states, from which a killed training continues."""
+    seed: int = 0
+    """Draws the adapter's first weights, the order of the texts, and the held-out ones."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value out of its range."""
+        least = {"lora": 1, "steps": 1, "batch": 1, "tokens": 1, "eval_every": 1, "save_every": 1, "warmup": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name}: found {value}; expected at least {bound}")
+        for name in ("epochs", "clip", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: found {value}; expected more than 0")
+        if not 0 <= self.eval_share < 1:
+            raise ValueError(f"eval_share: found {self.eval_share}; expected a share from 0 to below 1")
+
+    def optimization(self, texts: int) -> Optimization:
+        """The optimizer for this number of texts to learn from."""
+        each = steps_of(texts, self.batch)
+        steps = max(1, round(self.epochs * each)) if self.steps is None else self.steps
+        rate = self.learning_rate or (1e-5 if self.lora is None else 2e-4)
+        warmup = min(round(0.03 * steps), steps - 1) if self.warmup is None else self.warmup
+        decay = {"weight_decay": self.weight_decay, "clip": self.clip, "b2": 0.999}
+        return Optimization(steps, "adamw", rate, warmup, part="all", **decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A forward and backward pass: how the trained arrays make a model, and its loss."""
+
+    recompute: bool
+    fsdp: Fsdp | None
+
+    def loss(self, trained: PyTree, base: CausalLM | None, batch: Batch, total: Float[Array, ""]) -> Float[Scalar, ""]:
+        """The batch's part of the mean loss of `total` learnt tokens, and with it that of multi-token prediction."""
+        model, execution = trained if base is None else with_adapter(base, trained), None
+        if self.fsdp is not None:
+            model, execution = self.fsdp.gathering(model), DIVISIBLE
+        elif self.recompute:
+            model = recomputed(model)
+        loss = summed_loss(model, batch, execution) / total
+        if base is not None or not model.mtp:
+            return loss
+        share = jnp.sum(batch.weights[:, 1:]) / total
+        ahead = share * mtp_loss(model, batch, execution)
+        # The layer learns, and the loss that is reported stays that of the next token.
+        return loss + ahead - jax.lax.stop_gradient(ahead)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _accumulated(
+    given: tuple[_Pass, PyTree, CausalLM | None, Batch, Float[Array, ""]], sums: tuple[Float[Array, ""], PyTree]
+) -> tuple[Float[Array, ""], PyTree]:
+    """The sums of losses and gradients, with those of one more micro-batch."""
+    forward, trained, base, batch, total = given
+    loss, gradient = eqx.filter_value_and_grad(forward.loss)(trained, base, batch, total)
+    gradient = gradient if forward.fsdp is None else forward.fsdp.settled(gradient)
+    return jax.tree.map(jnp.add, sums, (loss, gradient))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _updated(
+    given: tuple[optax.GradientTransformation, Fsdp | None, PyTree], trained: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    optimizer, fsdp, gradient = given
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
+        updates, state = optimizer.update(gradient, state, eqx.filter(trained, eqx.is_inexact_array))
+    updated = eqx.apply_updates(trained, updates), state
+    return updated if fsdp is None else fsdp.settled(updated)
+
+
+@eqx.filter_jit
+def _evaluated(
+    forward: _Pass, trained: PyTree, base: CausalLM | None, batch: Batch, total: Float[Array, ""]
+) -> Float[Array, ""]:
+    return forward.loss(trained, base, batch, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTuned:
+    """The result of a fine-tuning: the model that learnt, its adapter if there is one, and the log."""
+
+    model: CausalLM
+    """The model with the adapter beside its weights, or with all weights trained."""
+    adapter: Adapter | None
+    log: list[dict[str, Any]]
+    """A point for each step: step, tokens, seconds, learning_rate, loss (mean of its learnt tokens, nats), and
+    eval_loss where that was measured."""
+
+
+def finetune(
+    model: CausalLM,
+    texts: Sequence[TrainingText],
+    out: str | os.PathLike[str] | None = None,
+    settings: FineTuning | None = None,
+    *,
+    eval_texts: Sequence[TrainingText] = (),
+    mesh: Mesh | None = None,
+) -> FineTuned:
+    """Fine-tunes a copy of `model` on the learnt tokens of `texts` (from `read_texts`).
+
+    By default a LoRA adapter is trained in float32 beside weights that stay as they are, quantized or not (QLoRA,
+    arXiv 2305.14314). With `lora=None` all weights are trained in the dtype that they have, with the routers' biases
+    balanced and a multi-token-prediction layer learning along. With a `mesh`, which is for all weights, these, the
+    optimizer's state and the texts are sharded along its axis `data`.
+
+    The result goes to the directory `out`, which must be empty: an adapter as PEFT writes it, or a checkpoint with its
+    tokenizer. `out/training` has the log, the plot of the loss and, until the result is written, the state: called
+    again with the same arguments after it was killed, the function continues to the same bits.
+
+    Raises TrainingDataError for texts that do not fit the model, ValueError for settings that do not suit it,
+    CheckpointError if `out` is taken or holds an unfinished training of another kind, and FloatingPointError if the
+    loss is not finite.
+    """
+    settings = FineTuning() if settings is None else settings
+    _check(model, settings, mesh)
+    texts, held_out = _split(texts, eval_texts, settings)
+    _check_texts([*texts, *held_out], model)
+    target = None if out is None else pathlib.Path(out).expanduser().resolve()
+    if target is not None:
+        check_target(target)
+    run = _Run(model, texts, held_out, settings, None if mesh is None else Fsdp(mesh), target)
+    trained, log = run.train()
+    if isinstance(trained, Adapter):
+        found = FineTuned(with_adapter(model, trained), trained, log)
+    else:
+        found = FineTuned(dataclasses.replace(plain(trained), origin=model.origin), None, log)
+    if target is not None:
+        if found.adapter is not None:
+            save_adapter(found.adapter, target, overwrite=True)
+        else:
+            save(found.model, target, overwrite=True)
+        run.saved.finish()
+    return found
+
+
+class _Run:
+    """One fine-tuning: the model, the texts, and the state on disk."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        texts: Sequence[TrainingText],
+        held_out: Sequence[TrainingText],
+        settings: FineTuning,
+        fsdp: Fsdp | None,
+        target: pathlib.Path | None,
+    ):
+        self.texts, self.held_out, self.settings, self.fsdp = texts, held_out, settings, fsdp
+        self.target, self.devices = target, 1 if fsdp is None else fsdp.devices
+        self.optimization = settings.optimization(len(texts))
+        self.forward = _Pass(settings.recompute, fsdp)
+        self.base = None if settings.lora is None else model
+        facts = {
+            **{name: value for name, value in vars(settings).items() if name != "save_every"},
+            "texts": fingerprint(texts),
+            "held-out texts": fingerprint(held_out),
+            "the model's weights": checksum(model),
+            "the model's config": repr(model.config),
+            "devices": self.devices,
+        }
+        self.saved = SavedState(pathlib.Path() if target is None else target / replacing.TRAINING, facts)
+        if settings.lora is not None:
+            key = jax.random.key(settings.seed)
+            how = {"alpha": settings.alpha, "targets": settings.targets}
+            self.trained: Any = new_adapter(model, rank=settings.lora, key=key, **how)
+            self.optimizer = self.optimization.descent()
+        else:
+            copy = jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model)
+            self.trained = balanced(copy)
+            self.optimizer = self.optimization.transformation(self.trained)
+
+    def train(self) -> tuple[Adapter | CausalLM, list[dict[str, Any]]]:
+        """Takes the steps that are left; returns the trained part and the log."""
+        trained, state = self.trained, first_state(self.optimizer, self.trained, self.fsdp)
+        start, log = 0, []
+        if self.target is not None:
+            start, log, (trained, state) = self.saved.load((trained, state))
+            trained, state = (trained, state) if self.fsdp is None else self.fsdp.place((trained, state))
+        if not log and self.held_out:
+            log.append({"step": 0, "eval_loss": self.measured(trained)})
+        steps, rate = self.optimization.steps, self.optimization.schedule()
+        begin = time.monotonic() - (log[-1].get("seconds", 0.0) if log else 0.0)
+        with progress("fine-tuning (the first step compiles)", steps) as advance:
+            advance(start)
+            for step in range(start + 1, steps + 1):
+                chosen = step_texts(self.texts, step, self.settings.batch, self.settings.seed)
+                loss, gradient = self.gradient(trained, chosen)
+                trained, state = _updated((self.optimizer, self.fsdp, gradient), trained, state)
+                point = {"step": step, "tokens": (log[-1].get("tokens", 0) if log else 0) + _count(chosen)}
+                point |= {"learning_rate": float(jnp.asarray(rate(step - 1))), "loss": float(loss)}
+                if not jnp.isfinite(loss):
+                    raise FloatingPointError(f"the loss is {point['loss']} at step {step}: lower the learning rate")
+                if self.held_out and (step % self.settings.eval_every == 0 or step == steps):
+                    point["eval_loss"] = self.measured(trained)
+                log.append({**point, "seconds": round(time.monotonic() - begin, 3)})
+                advance(1, f"fine-tuning, loss {point['loss']:.4f}")
+                if self.target is not None and (step % self.settings.save_every == 0 or step == steps):
+                    self.keep(step, log, (trained, state))
+        return trained, log
+
+    def gradient(self, trained: PyTree, texts: Sequence[TrainingText]) -> tuple[Float[Array, ""], PyTree]:
+        """The mean loss of the learnt tokens of some texts, and its gradient, summed over micro-batches."""
+        total = jnp.asarray(float(learnt_tokens(texts)))
+        zeros = jax.tree.map(jnp.zeros_like, eqx.filter(trained, eqx.is_inexact_array))
+        sums = jnp.zeros(()), zeros if self.fsdp is None else self.fsdp.place(zeros)
+        for batch in self.batches(texts):
+            sums = _accumulated((self.forward, trained, self.base, batch, total), sums)
+        return sums
+
+    def measured(self, trained: PyTree) -> float:
+        """The mean loss of the learnt tokens of the held-out texts."""
+        total = jnp.asarray(float(learnt_tokens(self.held_out)))
+        parts = [_evaluated(self.forward, trained, self.base, batch, total) for batch in self.batches(self.held_out)]
+        return float(sum(map(float, parts)))
+
+    def batches(self, texts: Sequence[TrainingText]) -> list[Batch]:
+        """The micro-batches of some texts, on the mesh if there is one."""
+        found = micro_batches(texts, self.settings.tokens, self.devices)
+        return found if self.fsdp is None else [self.fsdp.rows(batch) for batch in found]
+
+    def keep(self, step: int, log: list[dict[str, Any]], tree: PyTree) -> None:
+        """Writes the state, the log and the plot."""
+        self.saved.save(step, log, tree)
+        self.saved.write_log(log)
+        draw_losses(log, self.saved.directory / PLOT)
+
+
+def _count(texts: Sequence[TrainingText]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
+def _check(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> None:
+    if settings.lora is not None and mesh is not None:
+        raise ValueError("lora: a model on a mesh takes no adapter; train all weights there (lora=None)")
+    if settings.lora is None and (settings.alpha is not None or settings.targets is not None):
+        raise ValueError("alpha and targets are of an adapter; give its rank too (lora)")
+    if settings.lora is None:
+        nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+        if any(isinstance(node, QuantizedMatrix) for node in nodes):
+            raise ValueError(
+                "the model is quantized, and its weights cannot be trained; train an adapter (lora=16), or load the "
+                "model with dequantize=True"
+            )
+
+
+def _split(
+    texts: Sequence[TrainingText], eval_texts: Sequence[TrainingText], settings: FineTuning
+) -> tuple[list[TrainingText], list[TrainingText]]:
+    """The texts to learn from, and the held-out ones."""
+    if not settings.eval_share:
+        return list(texts), list(eval_texts)
+    if eval_texts:
+        raise ValueError("eval_share holds texts out, and eval_texts are given too: give one of them")
+    count = max(1, round(settings.eval_share * len(texts)))
+    order = np.random.default_rng(settings.seed).permutation(len(texts))
+    chosen = set(order[:count].tolist())
+    return ([text for i, text in enumerate(texts) if i not in chosen], [texts[i] for i in sorted(chosen)])
+
+
+def _check_texts(texts: Sequence[TrainingText], model: CausalLM) -> None:
+    """Raises TrainingDataError for texts that are too long for the model, or have tokens that it does not have."""
+    context, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    problems = [
+        f"{text.source}: {len(text.ids):,} tokens; expected at most the model's context, {context:,}: shorten it"
+        for text in texts
+        if len(text.ids) > context
+    ]
+    problems += [
+        f"{text.source}: the token id {max(text.ids)}; expected less than {vocab}: the tokenizer is another model's"
+        for text in texts
+        if not 0 <= min(text.ids) <= max(text.ids) < vocab
+    ]
+    if not texts:
+        problems.append("there are no texts to learn from")
+    if problems:
+        raise TrainingDataError("\n".join(problems))
+
+
+def check_target(directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError if the directory of a result has anything but the state of a training."""
+    target = pathlib.Path(directory).expanduser()
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; give a directory for the result")
+    there = {path.name for path in target.iterdir()} - {replacing.WORK, replacing.TRAINING}
+    if there and not (target / replacing.TRAINING / STATE).exists():
+        raise CheckpointError(f"{target}: is not empty; give another directory")
