@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ling3.train.balance import BalancedRouter, balanced, excess_load, plain
     from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
-    from ling3.train.rl import Answers, Grpo, Point, Question, advantages, divergence, grpo, objective
+    from ling3.train.rl import Answers, Grpo, Point, Task, advantages, divergence, grpo, objective
 
 __all__ = [
     "Answers",
@@ -21,7 +21,7 @@ __all__ = [
     "Optimization",
     "Point",
     "Progress",
-    "Question",
+    "Task",
     "advantages",
     "balanced",
     "divergence",
@@ -40,6 +40,6 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         balance = dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance")
-        learned = ("Answers", "Grpo", "Point", "Question", "advantages", "divergence", "grpo", "objective")
+        learned = ("Answers", "Grpo", "Point", "Task", "advantages", "divergence", "grpo", "objective")
         module = (balance | dict.fromkeys(learned, "rl") | {"Fsdp": "fsdp"}).get(name, "loop")
         return getattr(import_module(f"ling3.train.{module}"), name)

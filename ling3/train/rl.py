@@ -5,7 +5,7 @@ Group Relative Policy Optimization is that of DeepSeekMath (arXiv 2402.03300, §
 
     Â = (r - mean r) / std r                       over the G answers to a question; unbiased: r - mean r
     ρ = p(o_t) / p_old(o_t)                        p_old: as sampled
-    k3 = p_ref / p - log(p_ref / p) - 1            p_ref: the model at the start; its mean is the KL divergence
+    k3 = p_start / p - log(p_start / p) - 1        its mean over sampled tokens estimates KL(p, p_start)
     gain = min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â) - β k3
 
 and the objective is the mean over answers of the mean gain of their tokens; unbiased: of its sum / `max_tokens`.
@@ -15,7 +15,9 @@ called on-policy is not. Here `ling3.score` has the sampler's bits: on the first
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -24,10 +26,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Float64, PyTree, Scalar
+from jaxtyping import Array, Bool, Float32, Float64, PyTree
 
 from ling3.adapters.adapter import scales
-from ling3.engine.outputs import Completion, RequestOutput
+from ling3.engine.outputs import Completion
 from ling3.engine.sampling_params import SamplingParams
 from ling3.layers.adapted import AdaptedMatrix
 from ling3.model import CausalLM
@@ -41,11 +43,10 @@ except ImportError as error:
     raise ImportError("training needs optax, which is not installed: pip install 'ling3[train]'") from error
 
 
-class Question(NamedTuple):
-    """A prompt, and the checker that gives an answer its reward."""
+class Task(NamedTuple):
+    """A question, and the checker that gives an answer its reward."""
 
-    prompt: Any
-    """A text, token ids or a chat, as `Engine.submit` takes it."""
+    prompt: Any  # a text, token ids or a chat, as `Engine.submit` takes it
     check: Callable[[Completion], float]
 
 
@@ -53,31 +54,21 @@ class Question(NamedTuple):
 class Grpo:
     """How much is sampled and how far each update goes. Raises ValueError for values out of range."""
 
-    steps: int
-    """Batches of answers, each sampled from the newest weights."""
-    questions: int = 8
-    """Questions in a batch."""
-    group: int = 8
-    """Answers to each question, G."""
-    inner: int = 1
-    """Updates per batch; from the second on, the batch was sampled from older weights, and the clip matters."""
-    max_tokens: int = 64
-    """The most tokens of an answer; one that is cut off there is checked as it is."""
+    steps: int  # batches of answers, each sampled from the newest weights
+    questions: int = 8  # in a batch
+    group: int = 8  # G, answers to each question
+    inner: int = 1  # updates per batch; from the second on, ρ is not 1, and the clip matters
+    max_tokens: int = 64  # of an answer; one that is cut off there is checked as it is
     learning_rate: float = 1e-4
     weight_decay: float = 0.0
-    gradient_norm: float = 1.0
-    """The largest norm of a gradient; larger ones are scaled down."""
-    clip: float = 0.2
-    """ε."""
-    kl: float = 0.04
-    """β; 0 skips the start model's log-probabilities, and the KL divergence is then not recorded (NaN)."""
-    advantages: Literal["normalized", "unbiased"] = "normalized"
-    """Whether advantages and the mean over tokens are GRPO's or Dr. GRPO's."""
-    seed: int = 0
-    """Of the answers: completion g to question q of batch s has the seed `seed + (s · questions + q) · group + g`."""
+    gradient_norm: float = 1.0  # of a gradient; a larger one is scaled down
+    clip: float = 0.2  # ε
+    kl: float = 0.04  # β; with 0 the KL divergence is not computed, and recorded as NaN
+    advantages: Literal["normalized", "unbiased"] = "normalized"  # GRPO's or Dr. GRPO's
+    seed: int = 0  # answer g to question q of batch s has the seed `seed + (s · questions + q) · group + g`
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "questions": 1, "group": 2, "inner": 1, "max_tokens": 1, "clip": 0, "kl": 0}
+        least = {"steps": 1, "questions": 1, "group": 2, "inner": 1, "max_tokens": 1, "clip": 0, "kl": 0, "seed": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least {smallest}")
@@ -85,38 +76,27 @@ class Grpo:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The record of one batch. Means are over answers (reward) or over their tokens."""
+    """The record of one batch: means over its answers or their tokens, and counts since the start."""
 
-    step: int
-    reward: float
-    """The mean reward of the batch, which was sampled before the update."""
-    kl: float
-    """The mean of k3 in nats: an estimate of KL(policy, start) per token, before the update."""
-    entropy: float
-    """The mean of -log p of the sampled tokens in nats: an estimate of the policy's entropy per token."""
-    deviation: float
-    """The largest |ρ - 1| before the batch's first update: 0 if the sampler runs the policy's weights."""
-    drift: float
-    """The largest |ρ - 1| in the batch's last inner step."""
-    length: float
-    """The mean number of tokens of an answer."""
-    tokens: int
-    """Tokens sampled so far."""
-    seconds: float
-    """Seconds so far."""
-    processor_seconds: float
-    """Seconds of processor time so far, of all cores together."""
+    step: int  # from 0
+    reward: float  # of the answers, sampled before the update
+    kl: float  # the mean of k3 before the update, in nats per token
+    entropy: float  # the mean of -log p of the sampled tokens, which estimates the entropy, in nats per token
+    deviation: float  # the largest |ρ - 1| in the first inner step: 0 if the sampler has the policy's weights
+    drift: float  # the largest |ρ - 1| in the last inner step
+    length: float  # tokens of an answer
+    tokens: int  # sampled so far
+    seconds: float  # so far
+    processor_seconds: float  # so far, of all cores together
 
 
 class Answers(eqx.Module):
-    """What the objective needs to know of a batch, but for the policy's log-probabilities."""
+    """What the objective needs of a batch, besides the policy's log-probabilities."""
 
     advantages: Float32[Array, " answers"]
-    old: Float32[Array, "answers tokens"]
-    """Log-probabilities when they were sampled."""
-    start: Float32[Array, "answers tokens"] | None
-    """Log-probabilities by the model at the start; None for no penalty."""
-    valid: Bool[Array, "answers tokens"]
+    old: Float32[Array, "answers tokens"]  # log-probabilities when they were sampled
+    start: Float32[Array, "answers tokens"] | None  # log-probabilities by the model at the start; None: no penalty
+    valid: Bool[Array, "answers tokens"]  # False after an answer's end
 
 
 def advantages(
@@ -130,14 +110,11 @@ def advantages(
 def divergence(
     logprobs: Float32[Array, "answers tokens"], start: Float32[Array, "answers tokens"]
 ) -> Float32[Array, "answers tokens"]:
-    """k3 = p_start / p - log(p_start / p) - 1 ≥ 0 of each token (Schulman 2020, http://joschu.net/blog/kl-approx.html).
-
-    Its mean over tokens drawn from p is KL(p, p_start).
-    """
+    """k3 = p_start / p - log(p_start / p) - 1 ≥ 0 of each token (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
     return jnp.expm1(start - logprobs) - (start - logprobs)
 
 
-def objective(logprobs: Float32[Array, "answers tokens"], answers: Answers, settings: Grpo) -> Float[Scalar, ""]:
+def objective(logprobs: Float32[Array, "answers tokens"], answers: Answers, settings: Grpo) -> Float32[Array, ""]:
     """The objective, which is maximized, as the first lines of this module state it."""
     ratio, gains = jnp.exp(logprobs - answers.old), answers.advantages[:, None]
     clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip)
@@ -152,7 +129,7 @@ def objective(logprobs: Float32[Array, "answers tokens"], answers: Answers, sett
 def grpo(
     model: CausalLM,
     engine: Engine,
-    questions: Iterable[Question],
+    tasks: Iterable[Task],
     settings: Grpo,
     *,
     sampler: Callable[[CausalLM], CausalLM] | None = None,
@@ -160,143 +137,106 @@ def grpo(
 ) -> tuple[CausalLM, list[Point]]:
     """Trains a model by GRPO with AdamW; returns it, and a record of each batch. Deterministic.
 
-    `engine` is one of a model of the same structure; its weights are replaced before each batch (`Engine.update`), and
-    it keeps the last ones. Answers are drawn at temperature 1, from the distribution whose log-probabilities `score`
+    `engine` runs a model of the same structure; its weights are replaced before each batch (`Engine.update`), and it
+    keeps the last ones. Answers are drawn at temperature 1, from the distribution whose log-probabilities `score`
     gives. Every floating array is trained, in its dtype (load it in float32, where small updates do not round away), or
     of a model with an adapter (`with_adapter`) the adapter alone.
 
-    `sampler` makes the weights that the engine samples with, such as rounded ones. Then ρ is the ratio to *their*
-    log-probabilities, and the training is off-policy from the first step. Without it ρ is exactly 1 there, and
-    AssertionError says so if not.
+    `sampler` makes the weights that the engine samples with, such as rounded ones. Then p_old is *theirs*, and the
+    training is off-policy from the first step. Without it ρ is exactly 1 there; AssertionError says so if not.
 
-    `report` gets the record of each batch, and the model after it. Raises ValueError if `questions` runs out, if an
-    answer ended in an error and if a reward is not finite; FloatingPointError if the objective's gradient is not.
+    `report` gets the record of each batch, and the model after it. Raises ValueError if `tasks` runs out, if an answer
+    ends in an error and if a reward is not finite; FloatingPointError if a gradient is not.
     """
-    policy = _Policy.of(model, settings)
-    stream, points, tokens, clock = iter(questions), [], 0, (time.monotonic(), time.process_time())
+    adamw = optax.adamw(settings.learning_rate, weight_decay=settings.weight_decay)
+    adamw = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), adamw)
+    trained, start, stream, points = _trained(model), model, iter(tasks), []
+    state, begin = adamw.init(eqx.filter(model, trained)), (time.monotonic(), time.process_time())
+    how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
     with progress("learning (the first step compiles)", settings.steps) as advance:
         for step in range(settings.steps):
-            asked = list(itertools.islice(stream, settings.questions))
-            if len(asked) < settings.questions:
-                raise ValueError(f"the questions ran out after {step} of {settings.steps} batches")
-            engine.update(policy.model if sampler is None else sampler(policy.model))
-            batch = _Batch.sampled(engine, asked, settings, step)
-            policy, deviation, drift, kl = policy.updated(batch, model, settings, exact=sampler is None)
-            lengths = batch.valid.sum(axis=1)
-            tokens += int(lengths.sum())
-            entropy, now = -float(batch.logprobs[batch.valid].mean()), (time.monotonic(), time.process_time())
-            seconds = [round(b - a, 2) for a, b in zip(clock, now, strict=True)]
-            reward, length = float(batch.rewards.mean()), float(lengths.mean())
-            points.append(Point(step, reward, kl, entropy, deviation, drift, length, tokens, *seconds))
-            advance(1, f"learning, reward {reward:.3f}")
-            report(points[-1], policy.model)
-    return policy.model, points
+            some = list(itertools.islice(stream, settings.questions))
+            if len(some) < settings.questions:
+                raise ValueError(f"the tasks ran out after {step} of {settings.steps} batches")
+            engine.update(model if sampler is None else sampler(model))
+            sequences, rewards, old = _sampled(engine, some, settings, step)
+            scores = functools.partial(score, sequences=sequences, **how)
+            gains = jnp.asarray(advantages(rewards, settings.advantages).reshape(-1), jnp.float32)
+            valid = jnp.arange(old.shape[1])[None] < jnp.asarray([[len(tokens)] for _, tokens in sequences])
+            answers = Answers(gains, old, scores(start) if settings.kl else None, valid)
+            found: list[Array] = []  # the policy's log-probabilities before each update
+            for _ in range(settings.inner):
+                logprobs, gradient = _gradient(scores, model, trained, answers, settings)
+                assert found or sampler is not None or jnp.array_equal(logprobs, old), "the engine reported other bits"
+                found.append(logprobs)
+                model, state = _stepped(adamw, model, trained, state, gradient)
+            points.append(_point(step, points, rewards, answers, found, begin))
+            advance(1, f"learning, reward {points[-1].reward:.3f}")
+            report(points[-1], model)
+    return model, points
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """Sampled answers, question by question, with the log-probabilities that the engine reported."""
-
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    rewards: Float64[np.ndarray, "questions group"]
-    logprobs: Float32[np.ndarray, "answers tokens"]
-    valid: Bool[np.ndarray, "answers tokens"]
-    engine: Engine
-
-    @staticmethod
-    def sampled(engine: Engine, asked: Sequence[Question], settings: Grpo, step: int) -> "_Batch":
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                max_tokens=settings.max_tokens,
-                logprobs=0,
-                n=settings.group,
-                seed=settings.seed + (step * settings.questions + i) * settings.group,
-            )
-            for i in range(settings.questions)
-        ]
-        outputs = engine.generate([question.prompt for question in asked], params)
-        rewards = np.asarray([_rewards(*pair) for pair in zip(asked, outputs, strict=True)], np.float64)
-        answers = [(output.prompt_token_ids, one) for output in outputs for one in output.outputs]
-        shape = len(answers), max(len(one.token_ids) for _, one in answers)
-        logprobs, valid = np.zeros(shape, np.float32), np.zeros(shape, bool)
-        for row, here, (_, one) in zip(logprobs, valid, answers, strict=True):
-            own = [each.logprob for each in one.logprobs or ()]
-            row[: len(own)], here[: len(own)] = own, True
-        return _Batch([(prompt, one.token_ids) for prompt, one in answers], rewards, logprobs, valid, engine)
-
-    def scores(self, model: CausalLM) -> Float32[Array, "answers tokens"]:
-        """The log-probabilities by a model, with the engine's bits."""
-        runner = self.engine.loop.runner
-        return score(model, self.sequences, self.engine.settings, execution=runner.execution)
-
-
-def _rewards(question: Question, output: RequestOutput) -> list[float]:
-    """The rewards of all answers to a question."""
-    if (error := next((one.error for one in output.outputs if one.error is not None), None)) is not None:
-        raise ValueError(f"an answer ended in an error: {error}")
-    rewards = [float(question.check(one)) for one in output.outputs]
+def _sampled(
+    engine: Engine, tasks: Sequence[Task], settings: Grpo, step: int
+) -> tuple[list[Any], Float64[np.ndarray, "questions group"], Float32[Array, "answers tokens"]]:
+    """Pairs of a prompt's and an answer's ids, question by question; rewards; and the reported log-probabilities."""
+    first, count = settings.seed + step * settings.questions * settings.group, settings.group
+    common = {"temperature": 1.0, "max_tokens": settings.max_tokens, "logprobs": 0, "n": count}
+    params = [SamplingParams(seed=first + i * count, **common) for i in range(len(tasks))]
+    outputs = engine.generate([task.prompt for task in tasks], params)
+    answers = [(output.prompt_token_ids, one) for output in outputs for one in output.outputs]
+    if failed := [one.error for _, one in answers if one.error is not None]:
+        raise ValueError(f"an answer ended in an error: {failed[0]}")
+    pairs = zip(tasks, outputs, strict=True)
+    rewards = np.asarray([[float(task.check(one)) for one in output.outputs] for task, output in pairs])
     if not np.isfinite(rewards).all():
-        raise ValueError(f"the checker gave the rewards {rewards}, expected finite numbers")
-    return rewards
+        raise ValueError(f"the checkers gave rewards that are not finite: {rewards.tolist()}")
+    old = np.zeros((len(answers), max(len(one.token_ids) for _, one in answers)), np.float32)
+    for row, (_, one) in zip(old, answers, strict=True):
+        row[: len(one.token_ids)] = [each.logprob for each in one.logprobs or ()]
+    return [(prompt, one.token_ids) for prompt, one in answers], rewards, jnp.asarray(old)
 
 
-class _Policy(NamedTuple):
-    """The model that learns, and its optimizer."""
+def _gradient(
+    scores: Callable[[CausalLM], Array], model: CausalLM, trained: PyTree, answers: Answers, settings: Grpo
+) -> tuple[Float32[Array, "answers tokens"], PyTree]:
+    """The log-probabilities by the model, and the gradient of minus the objective."""
+    weights, fixed = eqx.partition(model, trained)
 
-    model: CausalLM
-    trained: PyTree
-    """True for the leaves that are trained."""
-    optimizer: optax.GradientTransformation
-    state: PyTree
+    def loss(weights: PyTree) -> tuple[Array, Array]:
+        logprobs = scores(eqx.combine(weights, fixed))
+        return -objective(logprobs, answers, settings), logprobs
 
-    @staticmethod
-    def of(model: CausalLM, settings: Grpo) -> "_Policy":
-        rate, decay = settings.learning_rate, settings.weight_decay
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(settings.gradient_norm), optax.adamw(rate, weight_decay=decay)
-        )
-        trained = _trained(model)
-        return _Policy(model, trained, optimizer, optimizer.init(eqx.filter(model, trained)))
-
-    def updated(
-        self, batch: _Batch, start: CausalLM, settings: Grpo, exact: bool
-    ) -> tuple["_Policy", float, float, float]:
-        """The policy after a batch's inner steps; the largest |ρ - 1| in the first and the last; the KL before them."""
-        gains = jnp.asarray(advantages(batch.rewards, settings.advantages).reshape(-1), jnp.float32)
-        reference = batch.scores(start) if settings.kl else None
-        answers = Answers(gains, jnp.asarray(batch.logprobs), reference, jnp.asarray(batch.valid))
-        policy, found, kl = self, [], float("nan")
-        for inner in range(settings.inner):
-            weights, fixed = eqx.partition(policy.model, self.trained)
-
-            def loss(
-                weights: PyTree, fixed: PyTree = fixed
-            ) -> tuple[Float[Scalar, ""], Float32[Array, "answers tokens"]]:
-                logprobs = batch.scores(eqx.combine(weights, fixed))
-                return -objective(logprobs, answers, settings), logprobs
-
-            (_, logprobs), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(weights)
-            if inner == 0:
-                same = np.array_equal(logprobs, batch.logprobs)
-                assert same or not exact, "the policy's log-probabilities are not those of its sampler"
-                if reference is not None:
-                    kl = float(jnp.mean(divergence(logprobs, reference)[answers.valid]))
-            found.append(float(jnp.max(jnp.abs(jnp.exp(logprobs - answers.old) - 1.0))))
-            model, state, norm = _stepped(self.optimizer, weights, policy.state, gradient)
-            if not jnp.isfinite(norm):
-                raise FloatingPointError(f"the gradient's norm is {norm}: lower the learning rate, or the rewards")
-            policy = policy._replace(model=eqx.combine(model, fixed), state=state)
-        return policy, found[0], found[-1], kl
+    (_, logprobs), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(weights)
+    if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradient)):
+        raise FloatingPointError("the gradient is not finite: lower the learning rate")
+    return logprobs, gradient
 
 
 @eqx.filter_jit
 def _stepped(
-    optimizer: optax.GradientTransformation, weights: PyTree, state: PyTree, gradient: PyTree
-) -> tuple[PyTree, PyTree, Float[Scalar, ""]]:
+    adamw: optax.GradientTransformation, model: CausalLM, trained: PyTree, state: PyTree, gradient: PyTree
+) -> tuple[CausalLM, PyTree]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = optimizer.update(gradient, state, weights)
-        return eqx.apply_updates(weights, updates), state, optax.tree.norm(gradient)
+        updates, state = adamw.update(gradient, state, eqx.filter(model, trained))
+        return eqx.apply_updates(model, updates), state
+
+
+def _point(
+    step: int,
+    before: Sequence[Point],
+    rewards: Float64[np.ndarray, "questions group"],
+    answers: Answers,
+    found: Sequence[Array],
+    begin: tuple[float, float],
+) -> Point:
+    """The record of a batch, of whose inner steps `found` has the log-probabilities."""
+    valid, count = answers.valid, int(answers.valid.sum())
+    kl = math.nan if answers.start is None else float(jnp.mean(divergence(found[0], answers.start)[valid]))
+    away = [float(jnp.max(jnp.abs(jnp.expm1(logprobs - answers.old)))) for logprobs in (found[0], found[-1])]
+    entropy, tokens = -float(jnp.mean(answers.old[valid])), count + sum(point.tokens for point in before[-1:])
+    seconds = round(time.monotonic() - begin[0], 2), round(time.process_time() - begin[1], 2)
+    return Point(step, float(rewards.mean()), kl, entropy, *away, count / rewards.size, tokens, *seconds)
 
 
 def _trained(model: CausalLM) -> PyTree:
@@ -304,10 +244,11 @@ def _trained(model: CausalLM) -> PyTree:
     if not scales(model):
         return jax.tree.map(eqx.is_inexact_array, model)
 
-    def of_adapter(node: Any) -> PyTree:
-        fixed = jax.tree.map(lambda _: False, node)
-        if not isinstance(node, AdaptedMatrix):
-            return fixed
-        return eqx.tree_at(lambda matrix: (matrix.lora_A, matrix.lora_B), fixed, (True, True))
+    def is_adapted(node: Any) -> bool:
+        return isinstance(node, AdaptedMatrix)
 
-    return jax.tree.map(of_adapter, model, is_leaf=lambda node: isinstance(node, AdaptedMatrix))
+    def marked(node: Any) -> PyTree:
+        fixed = jax.tree.map(lambda _: False, node)
+        return eqx.tree_at(lambda m: (m.lora_A, m.lora_B), fixed, (True, True)) if is_adapted(node) else fixed
+
+    return jax.tree.map(marked, model, is_leaf=is_adapted)

@@ -12,14 +12,14 @@ from small_engine import SETTINGS
 from tiny_transformers import open_model
 
 import ling3
-from ling3.train import Answers, Grpo, Question, advantages, divergence, grpo, objective
+from ling3.train import Answers, Grpo, Task, advantages, divergence, grpo, objective
 
 VOCAB = 64
 SHORT = Grpo(steps=2, questions=2, group=4, max_tokens=3, learning_rate=1e-3)
 
 
 def asking(check, prompts=((3, 5, 8), (4, 6))):
-    return (Question(list(prompt), check) for prompt in itertools.cycle(prompts))
+    return (Task(list(prompt), check) for prompt in itertools.cycle(prompts))
 
 
 def low(completion):
@@ -160,9 +160,9 @@ def test_bad_input_is_refused(model, engine):
     with pytest.raises(ValueError, match="group is 1, expected at least 2"):
         dataclasses.replace(SHORT, group=1)
     few = itertools.islice(asking(low), 3)
-    with pytest.raises(ValueError, match="the questions ran out after 1 of 2 batches"):
+    with pytest.raises(ValueError, match="the tasks ran out after 1 of 2 batches"):
         grpo(model, engine, few, SHORT)
-    with pytest.raises(ValueError, match=r"the checker gave the rewards \[nan"):
+    with pytest.raises(ValueError, match=r"rewards that are not finite: \[\[nan"):
         grpo(model, engine, asking(lambda completion: float("nan")), SHORT)
     with pytest.raises(ValueError, match="prompt 0"):
         grpo(model, engine, asking(low, [[VOCAB + 1]]), SHORT)
