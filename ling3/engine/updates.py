@@ -22,7 +22,7 @@ def check_update(runner: Runner, model: Any) -> None:
 
 
 def difference(old: Any, new: Any, path: str = "model") -> str | None:
-    """The first place where a model would run other programs than `old`; None if there is none.
+    """The first place where a model would run other programs than `old`; None if it would not.
 
     That is where a module's type, an array's shape, dtype or device, or a static field differs.
     """

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Float64, PyTree
 
-from ling3.adapters.adapter import scales
 from ling3.engine.outputs import Completion
 from ling3.engine.sampling_params import SamplingParams
 from ling3.layers.adapted import AdaptedMatrix
@@ -60,7 +59,6 @@ class Grpo:
     inner: int = 1  # updates per batch; from the second on, ρ is not 1, and the clip matters
     max_tokens: int = 64  # of an answer; one that is cut off there is checked as it is
     learning_rate: float = 1e-4
-    weight_decay: float = 0.0
     gradient_norm: float = 1.0  # of a gradient; a larger one is scaled down
     clip: float = 0.2  # ε
     kl: float = 0.04  # β; with 0 the KL divergence is not computed, and recorded as NaN
@@ -91,7 +89,7 @@ class Point:
 
 
 class Answers(eqx.Module):
-    """What the objective needs of a batch, besides the policy's log-probabilities."""
+    """A batch as the objective needs it, without the policy's log-probabilities."""
 
     advantages: Float32[Array, " answers"]
     old: Float32[Array, "answers tokens"]  # log-probabilities when they were sampled
@@ -148,8 +146,7 @@ def grpo(
     `report` gets the record of each batch, and the model after it. Raises ValueError if `tasks` runs out, if an answer
     ends in an error and if a reward is not finite; FloatingPointError if a gradient is not.
     """
-    adamw = optax.adamw(settings.learning_rate, weight_decay=settings.weight_decay)
-    adamw = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), adamw)
+    adamw = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), optax.adamw(settings.learning_rate))
     trained, start, stream, points = _trained(model), model, iter(tasks), []
     state, begin = adamw.init(eqx.filter(model, trained)), (time.monotonic(), time.process_time())
     how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
@@ -241,14 +238,12 @@ def _point(
 
 def _trained(model: CausalLM) -> PyTree:
     """True for each leaf that is trained: those of the adapter if there is one, else every floating array."""
-    if not scales(model):
+    if not (adapted := _adapted(model)):
         return jax.tree.map(eqx.is_inexact_array, model)
+    fixed = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(_adapted, fixed, [True] * len(adapted))
 
-    def is_adapted(node: Any) -> bool:
-        return isinstance(node, AdaptedMatrix)
 
-    def marked(node: Any) -> PyTree:
-        fixed = jax.tree.map(lambda _: False, node)
-        return eqx.tree_at(lambda m: (m.lora_A, m.lora_B), fixed, (True, True)) if is_adapted(node) else fixed
-
-    return jax.tree.map(marked, model, is_leaf=is_adapted)
+def _adapted(model: PyTree) -> list[Any]:
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, AdaptedMatrix))
+    return [array for node in nodes if isinstance(node, AdaptedMatrix) for array in (node.lora_A, node.lora_B)]
