@@ -197,14 +197,16 @@ for sampler, run in runs.items():
     assert not deviations.any() if sampler == "exact" else deviations.min() > 0
 
 # %% [markdown]
-# Both learn. With the exact sampler the reward rises from the first batches on; with the one in bfloat16 it is no higher
-# after fifteen batches than at the start, and then rises as fast. The ratios of its first steps, which should be 1, reach
-# 5.6 early on. One run of each is no proof: it shows what can happen, not how often.
+# Both learn. With the exact sampler the reward rises from the first batches on. With the one in bfloat16 it rises a
+# little, falls back, and after fifteen batches is hardly above the start; then it rises as steeply. The ratios of its
+# first steps, which should be 1, reach 5.6 early on. One run of each is no proof: it shows what can happen, not how
+# often.
 
 # %%
 means = {name: curve(run, "reward")[10:20].mean() for name, run in runs.items()}
 print({name: round(float(mean), 2) for name, mean in means.items()})
-assert means["exact"] > 2 * means["bfloat16"]
+assert means["exact"] > 3 * means["bfloat16"]
+assert curve(runs["bfloat16"], "reward")[12:17].mean() < 0.15
 assert 5.6 < 1 + curve(runs["bfloat16"], "deviation").max() < 5.7
 
 # %% [markdown]
