@@ -5,7 +5,9 @@ in one pass, with the bits of single decode steps. Where it cannot, each token t
 the engine, which are compiled one by one: inside a larger program XLA might round differently.
 """
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float32, Int32
 
-from ling3.cache import CacheSpec, Span
+from ling3.cache import CacheSpec, Span, map_pages
 from ling3.engine.batches import prompt_batch
 from ling3.engine.forward import Batch, decode, extend
 from ling3.engine.grammars import words
@@ -57,7 +59,8 @@ def score(
 
     Float for float the values are those of an `Engine` with the same `settings`, given as there, as one object or by
     name. Of these only the fields matter of which `EngineSettings` says that last bits may depend on them, and
-    `cache_dtype`. Interventions, and tokens behind a snapshot that was continued, are not covered.
+    `cache_dtype`. Interventions, and tokens behind a snapshot that was continued, are not covered. A prompt of several
+    answers is prefilled once.
 
     Differentiable in reverse mode: the gradient is that of the same log-probabilities in the training forward pass,
     `model(tokens)`, which agrees with the engine up to rounding, in the dtype of the weights. Call it outside of
@@ -199,6 +202,26 @@ def _pulled_back(
     return jax.vjp(logprobs, weights)[1](cotangent)[0]
 
 
+def _by_row(pool: Pool) -> tuple[Any, Any]:
+    """The states, and the lengths, with a row's pages side by side: row i has the i-th part of them."""
+    count = pool.length.shape[0]
+    return map_pages(lambda x: x.reshape(count, -1, *x.shape[1:]), pool.layers), pool.length
+
+
+@jax.jit
+def _read(row: Int32[Array, ""], pool: Pool) -> tuple[Any, Any]:
+    """A copy of all that a row's sequence has left in the pool."""
+    return jax.tree.map(lambda x: x[row], _by_row(pool))
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def _written(row: Int32[Array, ""], contents: tuple[Any, Any], pool: Pool) -> Pool:
+    """The pool with a row's contents replaced by those that `_read` returned."""
+    layers, length = jax.tree.map(lambda x, y: x.at[row].set(y), _by_row(pool), contents)
+    flat = map_pages(lambda x: x.reshape(-1, *x.shape[2:]), layers)
+    return eqx.tree_at(lambda p: (p.layers, p.length), pool, (flat, length))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """A model and the sizes of its calls, which score groups of at most `count` answers."""
@@ -211,6 +234,8 @@ class _Run:
     """Known tokens in a pass, after each answer's newest; 0: no passes but decode steps."""
     columns: int
     """Pages of the longest sequence, padded to few shapes."""
+    filled: list[Any] = dataclasses.field(default_factory=list)
+    """The newest prompt that was prefilled, and a copy of its row of the pool, for more answers to it."""
 
     @staticmethod
     def of(model: CausalLM, scoring: _Scoring) -> "_Run":
@@ -228,8 +253,12 @@ class _Run:
 
     def results(self) -> list[tuple[Int32[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]]:
         """Each answer's tokens and their log-probabilities; other tokens where the logits are NaN."""
-        answers = self.scoring.answers
-        order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))  # few calls wait for a longer answer
+        answers, longest = self.scoring.answers, collections.Counter[tuple[int, ...]]()
+        prompts = [tuple(each.prompt) for each in answers]
+        for prompt, each in zip(prompts, answers, strict=True):
+            longest[prompt] = max(longest[prompt], len(each.tokens))
+        # Answers to a prompt follow each other, and few calls wait for a longer answer.
+        order = sorted(range(len(answers)), key=lambda i: (longest[prompts[i]], prompts[i], len(answers[i].tokens)))
         found: dict[int, tuple[Any, Any]] = {}
         for start in range(0, len(order), self.count):
             some = order[start : start + self.count]
@@ -245,11 +274,15 @@ class _Run:
         settings, execution, count = self.scoring.settings, self.scoring.execution, self.count
         rows, pool = self.empty(answers)
         for row, each in enumerate(answers):
+            if self.filled and self.filled[0] == each.prompt:
+                pool = _written(np.int32(row), self.filled[1], pool)
+                continue
             where = Rows(np.asarray([row], np.int32), rows.table[row : row + 1], in_place=count == 1)
             for start in range(0, len(each.prompt) - 1, settings.chunked_prefill_size):
                 chunk = each.prompt[:-1][start : start + settings.chunked_prefill_size]
                 call = prompt_batch(where, [0], [chunk], smallest(self.buckets, len(chunk)))
                 _, pool = extend(self.model, jax.device_put(call), pool, execution)
+            self.filled[:] = [each.prompt, _read(np.int32(row), pool)]
         width = self.scoring.width
         known, lengths = np.full((count, width), -1, np.int32), np.zeros(count, np.int32)
         for row, each in enumerate(answers):

@@ -1,6 +1,7 @@
 """Scores of known answers: the engine's log-probabilities bit for bit, and the gradient of the training forward."""
 
 import dataclasses
+import sys
 
 import equinox as eqx
 import jax
@@ -97,6 +98,19 @@ def test_steps_have_the_bits_of_passes(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     np.testing.assert_array_equal(ling3.score(model, SEQUENCES, **SETTINGS, execution=execution), passes)
     np.testing.assert_allclose(five, passes, atol=ROUNDING)  # last bits may depend on decode_rows
+
+
+def test_a_prompt_of_several_answers_is_prefilled_once(monkeypatch):
+    """With the bits of each answer alone, also where the answers of a prompt take several calls."""
+    model, prompts = open_transformer("qwen3"), ([3, 5, 8, 13, 21], [4], [*range(2, 42)])
+    sequences = [(prompt, [*range(7 + i, 9 + i + len(prompt) % 3)]) for i in range(6) for prompt in prompts]
+    alone = [ling3.score(model, [one], **SETTINGS)[0] for one in sequences]
+    calls = []
+    monkeypatch.setattr(sys.modules["ling3.score"], "extend", lambda *args: calls.append(args) or extend(*args))
+    together = ling3.score(model, sequences, **SETTINGS)
+    for row, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(row[: len(expected)], expected)
+    assert len(calls) == 1 + 2  # the second prompt has but one token, and the last two chunks
 
 
 def test_nothing_is_compiled_twice():

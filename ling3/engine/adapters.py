@@ -40,6 +40,10 @@ class ServedAdapters:
         }
         return ServedAdapters(with_adapters(model, each), each)
 
+    def beside(self, model: CausalLM) -> "ServedAdapters":
+        """The same adapters beside other weights of the same structure."""
+        return dataclasses.replace(self, model=with_adapters(model, self.each))
+
     def index(self, name: str) -> int:
         """The index of an adapter. Raises ParameterError for a name that none has."""
         if name not in self.each:

@@ -24,6 +24,8 @@ from ling3.engine.requests import Requests
 from ling3.engine.runner import Extra
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
+from ling3.engine.updates import check_update
+from ling3.model import CausalLM
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.processes import Wire
 from ling3.runtime.progress import progress
@@ -264,6 +266,26 @@ class Front:
     def forget_prefixes(self) -> None:
         """Evicts all known prefixes but those in use: later prompts are computed anew, with the same bits."""
         self._actor.call(Requests.forget_prefixes)
+
+    def update(self, model: CausalLM) -> None:
+        """Replaces the weights of the running engine by another model's, in place: no program is compiled again.
+
+        From then on, answers are those of a new engine with this model, bit for bit: known prefixes are forgotten, and
+        snapshots of the old weights are refused. The arrays are used as they are, without a copy, so nothing may donate
+        them; the old ones are freed unless something else refers to them.
+
+        `model` must have the structure, shapes, dtypes and static fields of the present one, on the same device, or
+        ValueError names the first difference. Raises ValueError on a mesh and for an engine with its own forward
+        programs, and RuntimeError while requests are unfinished, whose answers would be of two models: let them finish
+        or abort them first. After an error the engine has its old weights. Any thread may call it, but no callback.
+        """
+        self._check_asks()
+        check_update(self._loop.runner, model)
+        if unfinished := self._actor.ask(Requests.update, model):
+            raise RuntimeError(
+                f"it takes no new weights while requests are unfinished (now {unfinished}): let them finish, "
+                "or abort them"
+            )
 
     def follow(self) -> None:
         """Runs this process's part of an engine over several processes, until the first process's engine ends.

@@ -65,8 +65,9 @@ class Intake:
         model, shapes, programs, snapshots = runner.model, runner.shapes, runner.forward, None
         alone = placement_of(model) is None
         if alone and programs.snapshots:
-            belongs = functools.cache(lambda: origin(model, settings, shapes, runner.execution))
-            snapshots = SnapshotChecks.of(runner.pool, shapes, belongs)
+            belongs = functools.lru_cache(1)(lambda _: origin(runner.model, settings, shapes, runner.execution))
+            updates = functools.partial(getattr, runner, "updates")
+            snapshots = SnapshotChecks.of(runner.pool, shapes, lambda: belongs(updates()), updates)
         watched = alone and {"want", "interventions"} <= programs.parts
         return Intake(
             tokenizer=tokenizer,
@@ -77,7 +78,7 @@ class Intake:
             parts=programs.parts,
             snapshots=snapshots,
             leads=leads,
-            sites=functools.partial(sites, model) if watched else None,
+            sites=(lambda: sites(runner.model)) if watched else None,
             adapters=runner.adapters,
         )
 
@@ -101,6 +102,7 @@ class Intake:
         self, request_id: int, prompt: Any, params: SamplingParams | None, truncate: Truncate, name: str
     ) -> Request:
         """Checks a prompt and makes a request of it; errors call the prompt by `name`."""
+        updates = None if self.snapshots is None else self.snapshots.updates()
         ids, params, ends, constraint = self.check(prompt, params, truncate, name)
         seed = draw_seed() if params.seed is None else params.seed
         request = Request(request_id, prompt if isinstance(prompt, str) else None, ids, params)
@@ -109,6 +111,7 @@ class Intake:
             request.adapter = self.adapters.index(params.adapter)
         if params.keep and self.snapshots is not None:
             request.origin = {**self.snapshots.origin(), **self._adapters_origin(params)}
+        request.updates = updates if params.keep or before is not None else None
         request.interventions, request.want = self._watched(params)
         at_once = params.capture is not None and params.max_tokens == 0 and params.prompt_logprobs is None
         request.at_end = [keep_snapshot] * params.keep + [capture_answer] * (params.capture is not None and not at_once)

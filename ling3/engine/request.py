@@ -90,6 +90,8 @@ class Request:
     """Called in place of `deliver` once that has raised an exception."""
     origin: Any = None
     """The engine's origin, for snapshots of this request; None if none is kept."""
+    updates: int | None = None
+    """How often the engine's weights had been replaced when it was checked; None if it takes and leaves no snapshot."""
     fault: Exception | None = None
     """The fault of the engine that ended it, if one did."""
     sequences: list["TokenSequence"] = dataclasses.field(default_factory=list)

@@ -11,6 +11,7 @@ from ling3.engine.request import Request, SequenceMemory, Times, TokenSequence
 from ling3.engine.runner import Extra, Runner
 from ling3.engine.scheduler import Scheduler
 from ling3.engine.settings import EngineSettings
+from ling3.model import CausalLM
 
 
 class QueueFull(RuntimeError):
@@ -122,6 +123,9 @@ class Requests:
             sequence.order = next(self._order) if sequence.order < 0 else sequence.order
             sequence.times = Times()
             self.scheduler.enqueue(sequence)
+        if request.updates is not None and request.updates != self.runner.updates:
+            for sequence in request.sequences:
+                self.settle(sequence, sequence.fail("the engine's weights were replaced meanwhile: submit it again"))
 
     def _has_room(self, request: Request) -> bool:
         return self.scheduler.waiting + request.params.n <= self.settings.max_queue
@@ -185,6 +189,17 @@ class Requests:
         """Evicts all known prefixes but those that running sequences use."""
         for prefixes in self.scheduler.prefixes:
             prefixes.evict(self.scheduler.pages)
+
+    def update(self, model: CausalLM) -> int:
+        """Replaces the weights, and forgets what was computed with the old ones; returns 0.
+
+        While requests are unfinished it does nothing, and returns their number.
+        """
+        if not self.requests:
+            self.in_flight = []  # calls for sequences that have ended
+            self.runner.update(model)
+            self.forget_prefixes()
+        return len(self.requests)
 
     def begin_warmup(self, first_token: bool, also: Sequence[Extra] = ()) -> None:
         """Begins to compile every program, or with `first_token` only those for a request's first token."""

@@ -80,7 +80,14 @@ class Runner:
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # spent in `warmup`
         self.dtype, self.packed = cache_dtype(model, cache), cache == "packed"
+        self.updates = 0  # of the weights
         self.reset()
+
+    def update(self, model: CausalLM) -> None:
+        """Replaces the weights. Programs take them as an argument, so none is compiled again (`updates.py`)."""
+        self.adapters = None if self.adapters is None else self.adapters.beside(model)
+        self.model = model
+        self.updates += 1  # after the model: whoever reads the new number then reads the new weights
 
     def reset(self) -> None:
         """Replaces the pool by an empty one."""

@@ -41,14 +41,18 @@ class SnapshotChecks:
     """The shape and dtype of a page of each paged array."""
     first_page: Callable[[int], int]
     """The first page that the token at a position needs."""
+    updates: Callable[[], int]
+    """Returns how often the engine's weights have been replaced, and the origin with them."""
 
     @staticmethod
-    def of(pool: Pool, shapes: Shapes, origin: Callable[[], Mapping[str, Any]]) -> "SnapshotChecks":
+    def of(
+        pool: Pool, shapes: Shapes, origin: Callable[[], Mapping[str, Any]], updates: Callable[[], int]
+    ) -> "SnapshotChecks":
         """The checks for the engine with this pool."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), slots_of(pool.layers))
         paged = [each.entries for each in pages_of(pool.layers)]
         entries = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in paged]
-        return SnapshotChecks(origin, shapes.page_size, states, entries, shapes.first_page)
+        return SnapshotChecks(origin, shapes.page_size, states, entries, shapes.first_page, updates)
 
     def check(self, snapshot: Snapshot, name: str, adapter: Mapping[str, Any]) -> None:
         """Raises ValueError, calling the snapshot by its `name`, unless an engine of this origin could have made it.

@@ -11,22 +11,31 @@ if TYPE_CHECKING:
     from ling3.train.fine_tuning import FineTuned, FineTuning, finetune
     from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
+    from ling3.train.rl import Answers, Grpo, Point, Task, advantages, divergence, grpo, objective
     from ling3.train.texts import TrainingDataError, TrainingText, read_texts
 
 __all__ = [
+    "Answers",
     "BalancedRouter",
     "Batch",
     "FineTuned",
     "FineTuning",
     "Fsdp",
+    "Grpo",
     "Optimization",
+    "Point",
     "Progress",
+    "Task",
     "TrainingDataError",
     "TrainingText",
+    "advantages",
     "balanced",
+    "divergence",
     "excess_load",
     "finetune",
+    "grpo",
     "next_token_loss",
+    "objective",
     "plain",
     "read_texts",
     "train",
@@ -36,6 +45,7 @@ _MODULE_OF = {
     **dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance"),
     **dict.fromkeys(("FineTuned", "FineTuning", "finetune"), "fine_tuning"),
     **dict.fromkeys(("TrainingDataError", "TrainingText", "read_texts"), "texts"),
+    **dict.fromkeys(("Answers", "Grpo", "Point", "Task", "advantages", "divergence", "grpo", "objective"), "rl"),
     "Fsdp": "fsdp",
 }
 
