@@ -84,11 +84,12 @@ def heal(cut: str, steps: int, rate: float, questions: int, seed: int = 1) -> di
 
 
 def draw(runs: Sequence[Mapping[str, Any]], axes: Sequence[Any]) -> None:
-    """Draws each skill's share of right answers over the steps, a line for each cut, into one of the `axes`."""
+    """Draws each skill's share of right answers over the steps, a line for each cut and a grey one for `whole`."""
     for skill, ax in zip(SKILLS, axes, strict=True):
         for run in runs:
             steps, shares = zip(*((point["step"], point["right"][skill]) for point in run["curve"]), strict=True)
-            ax.plot(steps, shares, label=run["cut"])
+            look = {"color": "0.6", "linewidth": 4, "marker": ""} if run["cut"] == "whole" else {}
+            ax.plot(steps, shares, label=run["cut"], **look)
         ax.set(title=skill, ylim=(-0.04, 1.04))
 
 
