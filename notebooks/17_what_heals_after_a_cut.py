@@ -192,6 +192,9 @@ for name in ("decay", "RoPE", "KDA output gate"):
 # print(shares_right(merged, tokenizer, ["problems", "facts"], 96))
 # ```
 #
+# Partly: 0.88 of the problems and 0.50 of the facts are right, after 0.53 and 0.18. So the matrices of one layer, each
+# changed by a matrix of rank 4, bring back three quarters of the problems that were lost, and two fifths of the facts.
+#
 # </details>
 #
 # **2.** *Longer.* Short convolutions do not heal in a hundred steps. Run the experiment with 400
