@@ -110,9 +110,7 @@ whole = curves["whole"]
 
 def lost(step):
     """For each cut, a row: the control's share of right answers, minus the cut model's, at this exam."""
-    return np.array(
-        [[whole[step]["right"][s] - curves[c][step]["right"][s] for s in skills] for c in cuts]
-    )
+    return np.array([[whole[step]["right"][s] - curves[c][step]["right"][s] for s in skills] for c in cuts])
 
 
 probes = RESULTS / "nano_probes.jsonl"
