@@ -207,7 +207,7 @@ def test_the_command_has_an_option_for_unknown_fields(monkeypatch):
         bound.close()
 
     monkeypatch.setattr(Reciter, "warmup", lambda engine: None)
-    monkeypatch.setattr("ling3.serve.Engine", lambda model, tokenizer, settings: Reciter(tokenizer, "7"))
+    monkeypatch.setattr("ling3.serve.Engine", lambda model, tokenizer, settings, adapters: Reciter(tokenizer, "7"))
     monkeypatch.setattr("ling3.server.run.run", serve)
     for options in ([], ["--allow-unknown-fields"]):
         assert main(["serve", "nano", "--port", "0", *options]) == 0
