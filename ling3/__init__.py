@@ -137,7 +137,6 @@ _MODULE_OF["finetune"] = "train.fine_tuning"
 # user calls. In the others, many functions run for every token or tensor, and take less time than a check would.
 _CHECKED = (
     *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
-    *("generate", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("adapters", "checkpoint.adapters"),
     *("generate", "score", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
     *("checkpoint.copying", "checkpoint.gguf_checkpoint", "checkpoint.gguf_file", "checkpoint.loading"),
