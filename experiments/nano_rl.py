@@ -86,7 +86,7 @@ def task(problem: Problem) -> Task:
     return Task(ask(problem), check)
 
 
-def rounded(model: ling3.CausalLM, bits: int = 4) -> ling3.CausalLM:
+def rounded(model: Any, bits: int = 4) -> Any:
     """The model with the numbers of a quantized one: in each row of a matrix, multiples of 1/7 of the largest."""
     most = 2 ** (bits - 1) - 1
 

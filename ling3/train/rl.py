@@ -230,10 +230,10 @@ def _point(
     """The record of a batch, of whose inner steps `found` has the log-probabilities."""
     valid, count = answers.valid, int(answers.valid.sum())
     kl = math.nan if answers.start is None else float(jnp.mean(divergence(found[0], answers.start)[valid]))
-    away = [float(jnp.max(jnp.abs(jnp.expm1(logprobs - answers.old)))) for logprobs in (found[0], found[-1])]
+    first, last = (float(jnp.max(jnp.abs(jnp.expm1(logs - answers.old)))) for logs in (found[0], found[-1]))
     entropy, tokens = -float(jnp.mean(answers.old[valid])), count + sum(point.tokens for point in before[-1:])
-    seconds = round(time.monotonic() - begin[0], 2), round(time.process_time() - begin[1], 2)
-    return Point(step, float(rewards.mean()), kl, entropy, *away, count / rewards.size, tokens, *seconds)
+    seconds, spent = round(time.monotonic() - begin[0], 2), round(time.process_time() - begin[1], 2)
+    return Point(step, float(rewards.mean()), kl, entropy, first, last, count / rewards.size, tokens, seconds, spent)
 
 
 def _trained(model: CausalLM) -> PyTree:
