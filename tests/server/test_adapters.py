@@ -29,6 +29,7 @@ def said(service, name):
     return service.engine.generate([service.tokenizer.apply_chat_template(MESSAGES)], params)[0].text
 
 
+@pytest.mark.thorough
 def test_a_model_of_its_name_answers_with_it(service):
     """In each protocol, and the answer says which model it is of."""
 
@@ -94,6 +95,7 @@ def test_a_wrong_option_is_refused_before_any_work(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_command_serves_adapters(tmp_path):
     adapter = random_adapter(ling3.load("nano"), size=0.6, seed=1)
     ling3.save_adapter(adapter, tmp_path / "a")
