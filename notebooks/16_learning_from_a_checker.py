@@ -191,7 +191,7 @@ for sampler, run in runs.items():
     print(f"({minutes:.0f} minutes beside other work)")
     for when in ("before", "after"):
         exam = run[when]
-        print(f"    {when:6}: right {exam['right']}, of its own problems {exam['own']:.2f}")
+        print(f"    {when:6}: right {exam['right']}, of its own {exam['own']:.2f}")
 for sampler, run in runs.items():
     deviations = curve(run, "deviation")
     assert not deviations.any() if sampler == "exact" else deviations.min() > 0

@@ -109,7 +109,7 @@ whole = curves["whole"]
 
 
 def lost(step):
-    """For each cut, a row: the control's share of right answers, minus the cut model's, at this exam."""
+    """For each cut, the shares of right answers that the control has more."""
     return np.array([[whole[step]["right"][s] - curves[c][step]["right"][s] for s in skills] for c in cuts])
 
 
