@@ -226,8 +226,12 @@ def test_a_stream_whose_event_loop_was_closed_ends_in_silence(served):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_random_times(served, alone):
-    """Of whatever is under way in the main thread, and an event loop goes on beside it."""
+    """Of whatever is under way in the main thread, and an event loop goes on beside it.
+
+    Python only warns of an interrupt inside a weak reference's callback, and goes on.
+    """
     draw, stop, interrupts, armed = random.Random(0), threading.Event(), [], [False]
 
     def handler(*_):
