@@ -17,7 +17,7 @@ import ling3
 from benchmarks.models import DENSE_TOY, SMOLLM2, checkpoint, prompts
 from benchmarks.registry import Absent, Setting, Side, Trial, Wrong, case
 from benchmarks.transformers_peer import Peer
-from ling3.train import FineTuning, TrainingText, finetune
+from ling3 import train
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ROWS, STEPS = 16, 4, 5
@@ -35,14 +35,16 @@ class Pair:
         self.rows = prompts(self.config, ROWS, setting.size(full=256, toy=32))
         tokens = ROWS * len(self.rows[0])
         how = {"lora": RANK, "targets": TARGETS, "steps": STEPS, "batch": ROWS, "tokens": tokens, "warmup": 0}
-        self.settings = FineTuning(**how)
+        self.settings = train.FineTuning(**how)
         self.adapter = ling3.new_adapter(self.model, rank=RANK, key=jax.random.key(0), targets=TARGETS)
         self.peer = Peer(directory)
 
     def ours(self) -> tuple[list[float], float]:
         """The loss of each step, and the milliseconds of a step after the first."""
         learnt = (False, *itertools.repeat(True, len(self.rows[0]) - 1))
-        log = finetune(self.model, [TrainingText(tuple(row), learnt) for row in self.rows], None, self.settings).log
+        log = train.finetune(
+            self.model, [train.TrainingText(tuple(row), learnt) for row in self.rows], None, self.settings
+        ).log
         return [point["loss"] for point in log], 1e3 * (log[-1]["seconds"] - log[0]["seconds"]) / (STEPS - 1)
 
     def theirs(self) -> tuple[list[float], float]:
