@@ -133,7 +133,7 @@ def grpo(
     sampler: Callable[[CausalLM], CausalLM] | None = None,
     report: Callable[[Point, CausalLM], None] = lambda point, model: None,
 ) -> tuple[CausalLM, list[Point]]:
-    """Trains a model by GRPO with AdamW; returns it, and a record of each batch. Deterministic.
+    """Trains a model by GRPO with Adam; returns it, and a record of each batch. Deterministic.
 
     `engine` runs a model of the same structure; its weights are replaced before each batch (`Engine.update`), and it
     keeps the last ones. Answers are drawn at temperature 1, from the distribution whose log-probabilities `score`
@@ -146,9 +146,9 @@ def grpo(
     `report` gets the record of each batch, and the model after it. Raises ValueError if `tasks` runs out, if an answer
     ends in an error and if a reward is not finite; FloatingPointError if a gradient is not.
     """
-    adamw = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), optax.adamw(settings.learning_rate))
+    adam = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), optax.adam(settings.learning_rate))
     trained, start, stream, points = _trained(model), model, iter(tasks), []
-    state, begin = adamw.init(eqx.filter(model, trained)), (time.monotonic(), time.process_time())
+    state, begin = adam.init(eqx.filter(model, trained)), (time.monotonic(), time.process_time())
     how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
     with progress("learning (the first step compiles)", settings.steps) as advance:
         for step in range(settings.steps):
@@ -166,7 +166,7 @@ def grpo(
                 logprobs, gradient = _gradient(scores, model, trained, answers, settings)
                 assert found or sampler is not None or jnp.array_equal(logprobs, old), "the engine reported other bits"
                 found.append(logprobs)
-                model, state = _stepped(adamw, model, trained, state, gradient)
+                model, state = _stepped(adam, model, trained, state, gradient)
             points.append(_point(step, points, rewards, answers, found, begin))
             advance(1, f"learning, reward {points[-1].reward:.3f}")
             report(points[-1], model)
@@ -212,10 +212,10 @@ def _gradient(
 
 @eqx.filter_jit
 def _stepped(
-    adamw: optax.GradientTransformation, model: CausalLM, trained: PyTree, state: PyTree, gradient: PyTree
+    adam: optax.GradientTransformation, model: CausalLM, trained: PyTree, state: PyTree, gradient: PyTree
 ) -> tuple[CausalLM, PyTree]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = adamw.update(gradient, state, eqx.filter(model, trained))
+        updates, state = adam.update(gradient, state, eqx.filter(model, trained))
         return eqx.apply_updates(model, updates), state
 
 

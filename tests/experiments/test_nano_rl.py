@@ -9,6 +9,7 @@ from tiny import open_model
 
 from experiments import nano_rl
 from experiments.__main__ import RESULTS
+from ling3.train import Grpo
 from ling3.train.nano.problems import LIMIT
 
 RUNS = [json.loads(line) for line in (RESULTS / "nano_rl.jsonl").read_text().splitlines()]
@@ -44,5 +45,5 @@ def test_the_recorded_runs():
     for run in RUNS:
         deviations = [point["deviation"] for point in run["curve"]]
         assert not any(deviations) if run["sampler"] == "exact" else all(deviations)
-        assert len(run["curve"]) == run["settings"]["steps"]
+        assert Grpo(**run["settings"]) == nano_rl.SETTINGS and len(run["curve"]) == nano_rl.SETTINGS.steps
         assert run["curve"][0]["kl"] == 0
