@@ -47,8 +47,9 @@ def width_of(length: int) -> int:
 def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1) -> list[Batch]:
     """The texts in padded batches of about `tokens` tokens, the longest texts first, so that neighbours are as long.
 
-    A row is one text: no layer sees two texts in one row, so nothing leaks between them. The number of rows is
-    `devices` times a power of two, and only on several devices are there empty rows. So a step has few shapes.
+    A row is one text, repeated as padding: no layer sees two texts in one row, so nothing leaks between them, and a
+    router's load, which counts padding too, is that of texts. The number of rows is `devices` times a power of two, and
+    only on several devices are there rows that are padding alone. So a step has few shapes.
     """
     ordered = sorted(texts, key=lambda text: -len(text.ids))
     found = []
@@ -57,8 +58,9 @@ def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1) 
         most = min(max(1, tokens // (width * devices)), max(1, len(ordered) // devices))
         rows = devices * 2 ** (most.bit_length() - 1)
         ids, weights = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.float32)
+        for row in range(rows):
+            ids[row] = np.resize(ordered[row % len(ordered)].ids, width)
         for row, text in enumerate(ordered[:rows]):
-            ids[row, : len(text.ids)] = text.ids
             weights[row, 1 : len(text.ids)] = text.learnt[1:]
         found.append(Batch(jnp.asarray(ids), jnp.asarray(weights)))
         ordered = ordered[rows:]

@@ -70,6 +70,9 @@ def test_micro_batches_have_each_text_in_a_row_and_few_shapes():
         rows = [(row, weights) for batch in batches for row, weights in zip(batch.tokens, batch.weights, strict=True)]
         found = [tuple(np.asarray(row)[: 1 + int(np.flatnonzero(w).max())].tolist()) for row, w in rows if w.any()]
         assert sorted(found) == sorted(text.ids for text in many)
+        # Padding is text, for the loads of routers.
+        repeated = {tuple(np.resize(text.ids, len(row)).tolist()) for text in many for row, _ in rows}
+        assert all(tuple(np.asarray(row).tolist()) in repeated for row, _ in rows)
     shapes = {batch.tokens.shape for batch in micro_batches(many, 128)}
     assert all(rows * width <= 128 and rows & (rows - 1) == 0 for rows, width in shapes)
 
