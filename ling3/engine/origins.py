@@ -32,18 +32,18 @@ def checksum(model: CausalLM) -> str:
 
     Leaves out multi-token-prediction layers, on which no answer depends.
     """
-    parts = _parts((model.model, model.lm_head))
+    parts = checksums((model.model, model.lm_head))
     return hashlib.sha256(repr((model.config, parts, *scales(model))).encode()).hexdigest()
 
 
 def checksum_of_adapter(adapter: Adapter) -> str:
     """A hash of an adapter's modules, of a checksum of each array of its updates, and of their scales."""
     known = [(name, adapter.scale(name)) for name in sorted(adapter.modules)]
-    return hashlib.sha256(repr((known, _parts(adapter))).encode()).hexdigest()
+    return hashlib.sha256(repr((known, checksums(adapter))).encode()).hexdigest()
 
 
-def _parts(tree: Any) -> list[tuple[tuple[int, ...], str, int]]:
-    """The shape, the dtype and a checksum of each array."""
+def checksums(tree: Any) -> list[tuple[tuple[int, ...], str, int]]:
+    """The shape, the dtype and a checksum of each array of a tree, which has no other leaves."""
     leaves = jax.tree.leaves(tree)
     sums = jax.device_get([_sum(leaf) for leaf in leaves])
     return [(leaf.shape, str(leaf.dtype), int(one)) for leaf, one in zip(leaves, sums, strict=True)]

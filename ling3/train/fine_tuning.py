@@ -1,6 +1,7 @@
 """Fine-tunes a model on texts: a LoRA adapter, or all weights; resumable, to the same bits."""
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 import time
@@ -20,6 +21,7 @@ from ling3.checkpoint import replacing
 from ling3.checkpoint.adapters import save_adapter
 from ling3.checkpoint.safetensors_file import CheckpointError
 from ling3.checkpoint.saving import save
+from ling3.engine.origins import checksums
 from ling3.formats.matrix import QuantizedMatrix
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
@@ -29,7 +31,7 @@ from ling3.train.learnt_loss import recomputed, summed_loss
 from ling3.train.loop import Batch, Optimization, first_state, mtp_loss
 from ling3.train.loss_plot import draw_losses
 from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
-from ling3.train.saved_state import PLOT, STATE, SavedState, checksum
+from ling3.train.saved_state import PLOT, STATE, SavedState
 from ling3.train.texts import TrainingDataError, TrainingText
 
 
@@ -224,7 +226,7 @@ class _Run:
             **{name: value for name, value in vars(settings).items() if name != "save_every"},
             "texts": fingerprint(texts),
             "held-out texts": fingerprint(held_out),
-            "the model's weights": checksum(model),
+            "the model's weights": hashlib.sha256(repr(checksums(model)).encode()).hexdigest(),
             "the model's config": repr(model.config),
             "devices": self.devices,
         }

@@ -8,7 +8,6 @@ removed once the result is written.
 import dataclasses
 import json
 import pathlib
-import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -91,11 +90,3 @@ class SavedState:
         """Removes the state, once the result is written; the log and the plot stay."""
         for name in (STATE, TENSORS):
             (self.directory / name).unlink(missing_ok=True)
-
-
-def checksum(tree: Any) -> str:
-    """A checksum of all arrays of a tree, by which a continued training knows its model."""
-    total = 0
-    for array in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
-        total = zlib.crc32(np.ascontiguousarray(jax.device_get(array)).reshape(-1).view(np.uint8).data, total)
-    return f"{total:08x}"
