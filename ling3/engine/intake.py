@@ -66,8 +66,7 @@ class Intake:
         alone = placement_of(model) is None
         if alone and programs.snapshots:
             belongs = functools.lru_cache(1)(lambda _: origin(runner.model, settings, shapes, runner.execution))
-            updates = functools.partial(getattr, runner, "updates")
-            snapshots = SnapshotChecks.of(runner.pool, shapes, lambda: belongs(updates()), updates)
+            snapshots = SnapshotChecks.of(runner.pool, shapes, lambda: belongs(runner.updates), lambda: runner.updates)
         watched = alone and {"want", "interventions"} <= programs.parts
         return Intake(
             tokenizer=tokenizer,

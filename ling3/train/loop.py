@@ -80,7 +80,7 @@ class Optimization:
     def transformation(self, model: CausalLM) -> optax.GradientTransformation:
         """Applies `descent` to weights, and sign descent to expert biases, whose gradient is a load (see `balance`).
 
-        Multi-token-prediction layers, or with `part` "mtp" all but them, stay as they are.
+        With `part` "decoder" the multi-token-prediction layers stay as they are, with "mtp" all else.
         """
         labels = eqx.tree_at(
             expert_biases,
