@@ -128,8 +128,8 @@ plt.show()
 
 # %% [markdown]
 # **Got used to: the output gates and the law of the decay.** Without KDA's output gate nano answers next to nothing;
-# twenty steps later only facts are missing. MLA's gate and both changes of the decay's law are made up for as well. The
-# other weights relied on these parts, and can do without them.
+# twenty steps later it answers most questions again, but for the facts. MLA's gate and both changes of the decay's
+# law are made up for as well. The other weights relied on these parts, and can do without them.
 #
 # **Does what nothing else does, here: RoPE.** Cutting it costs nano one skill, `positions`, and that skill stays lost.
 # KDA knows the order of tokens, but at the distances over which `positions` looks back, nothing takes RoPE's place in a
