@@ -43,17 +43,16 @@ def recomputed(model: CausalLM) -> CausalLM:
 def summed_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
     """Σ weight · -log p(token | previous tokens) in nats, over all tokens but the first of each row.
 
-    Tokens after a row's last target are padding. The logits are computed for LOGITS tokens at a time, and again in the
-    backward pass, so that memory does not grow with tokens times vocabulary.
+    Tokens after a row's last target change nothing in it, but routers count them in their loads, so they should be
+    text. The logits are computed for LOGITS tokens at a time, and again in the backward pass, so that memory does not
+    grow with tokens times vocabulary.
     """
     execution = Execution.default() if execution is None else execution
     rows, seq = batch.tokens.shape
-    places = jnp.arange(seq, dtype=jnp.int32)[None]
-    last = jnp.max(jnp.where(batch.weights > 0, places, 0), axis=1)
-    span = Span(jnp.zeros(rows, jnp.int32), last + 1, None, execution)
-    hidden, _ = model.model(batch.tokens, (None,) * len(model.model.attentions), span)
+    whole = Span.whole(rows, seq, execution)
+    hidden, _ = model.model(batch.tokens, (None,) * len(model.model.attentions), whole)
     targets, weights = jnp.roll(batch.tokens, -1, axis=1), jnp.roll(batch.weights, -1, axis=1)
-    weights = jnp.where(places == seq - 1, 0.0, weights)
+    weights = weights.at[:, -1].set(0.0)
     width = math.gcd(seq, max(1, LOGITS // rows))
 
     def parts(x: Array) -> Array:

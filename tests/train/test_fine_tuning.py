@@ -17,6 +17,7 @@ from tiny import TINY, open_model, widened
 import ling3
 from ling3.checkpoint import CheckpointError
 from ling3.train import Batch, next_token_loss
+from ling3.train.balance import balanced, expert_biases
 from ling3.train.fine_tuning import FineTuning, finetune
 from ling3.train.learnt_loss import recomputed, summed_loss
 from ling3.train.micro_batches import learnt_tokens, micro_batches, step_texts, width_of
@@ -123,6 +124,17 @@ def test_a_poisoned_neighbour_and_padding_change_nothing():
     np.testing.assert_allclose(again, loss, rtol=1e-6)  # zeros are added in another order
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, two, rtol=0, atol=1e-5 * max(1.0, np.abs(two).max()))
+
+
+@pytest.mark.thorough
+def test_routers_count_what_is_behind_a_text_as_it_is():
+    """Padding of one token would go to the same experts; a text repeated goes where texts go."""
+    model, [text] = balanced(open_model(SMALL)), texts(1, seed=5, longest=24)
+    [batch] = micro_batches([text], 9999)
+    zeros = jnp.where(jnp.arange(batch.tokens.shape[1])[None] < len(text.ids), batch.tokens, 0)
+    gradient = eqx.filter_jit(eqx.filter_grad(summed_loss))
+    loads = [expert_biases(gradient(model, Batch(tokens, batch.weights))) for tokens in (batch.tokens, zeros)]
+    assert loads[0] and all(float(jnp.abs(one - other).max()) > 0 for one, other in zip(*loads, strict=True))
 
 
 def test_an_adapter_learns_and_is_saved(tmp_path):
