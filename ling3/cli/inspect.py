@@ -3,16 +3,18 @@
 import dataclasses
 import importlib.util
 import os
+import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ling3.cli.devices import Devices, fake_devices
-from ling3.cli.options import Command, Common, Model, TextOption, WholeNumber
+from ling3.cli.options import Command, Common, FileOption, Model, MoreModels, TextOption, WholeNumber
 from ling3.cli.terminal import compiling, print_json
 
 if TYPE_CHECKING:
+    from ling3.interpret.comparison import Comparison
     from ling3.interpret.inspect import ModelReport
     from ling3.interpret.kernels import KernelReport
     from ling3.interpret.plan import MeshReport
@@ -46,16 +48,22 @@ class Inspect(Command):
     """Show a checkpoint's module tree, layers and memory; reads no weights.
 
     ling3 inspect tiny --tp 16 --plan
+
+    ling3 inspect tiny flash --plot memory.png
     """
 
     model: Model
     """A checkpoint directory, a config.json, a GGUF file, a hub id, "nano" for the one in the package, or "tiny" or
     "flash" for the published configurations."""
+    others: MoreModels = ()
+    """More models, to compare parameters and the memory of a sequence."""
     common: Common
     mtp: bool = False
     """Show the multi-token-prediction layers too, which are otherwise not loaded."""
     kernels: bool = False
     """Show which form of each operator runs here, and why a kernel does not suit; compiles the C++ kernels."""
+    plot: FileOption = None
+    """Draw the memory of a sequence against its length, 1,024 to 1,048,576 tokens, as .png, .svg or .pdf."""
     json: bool = False
     """Print one JSON object."""
     devices: Devices
@@ -63,8 +71,13 @@ class Inspect(Command):
 
 
 def run(command: Inspect) -> None:
-    """Prints the report on the checkpoint, the plan, or the kernels."""
+    """Prints the report on the checkpoint, the plan, the kernels, or the comparison of several models."""
     planning = command.planning
+    if command.others or command.plot is not None:
+        if planning != Planning() or command.kernels or command.devices != Devices():
+            raise ValueError("--plan and --kernels are for one model without --plot: give them apart")
+        _print(_comparison(command), json=command.json)
+        return
     if not planning.plan and (command.devices != Devices() or planning.topology is not None):
         raise ValueError("--tp, --dp, --ep and --topology are for --plan: give it too")
     if planning.plan and command.kernels:
@@ -79,10 +92,26 @@ def run(command: Inspect) -> None:
         from ling3.interpret import kernels
 
         shown = kernels.report(report.source, report.model)
-    if command.json:
+    _print(shown, json=command.json)
+
+
+def _print(shown: "ModelReport | MeshReport | KernelReport | Comparison", *, json: bool) -> None:
+    if json:
         print_json(shown.to_dict())
     else:
         Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE).print(shown)
+
+
+def _comparison(command: Inspect) -> "Comparison":
+    from ling3.interpret import comparison, inspect
+
+    if command.plot is not None and pathlib.Path(command.plot).suffix not in comparison.SUFFIXES:
+        raise ValueError(f"--plot is {command.plot!r}; expected a file named {', '.join(comparison.SUFFIXES)}")
+    models, how = (command.model, *command.others), {"revision": command.common.revision, "mtp": command.mtp}
+    found = comparison.Comparison(tuple(inspect.report(model, **how) for model in models))
+    if command.plot is not None:
+        found.draw(command.plot)
+    return found
 
 
 def _plan(command: Inspect, report: "ModelReport") -> "MeshReport":

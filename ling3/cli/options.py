@@ -40,6 +40,7 @@ def whole_number(word: str) -> int:
 
 NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+MoreModels = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL ...]"), NO_DEFAULT]
 OptionalModel = Annotated[str | None, tyro.conf.Positional, _optional("MODEL", str), NO_DEFAULT]
 TextOption = Annotated[str | None, _optional("TEXT", str), NO_DEFAULT]
 FileOption = Annotated[str | None, _optional("FILE", str), NO_DEFAULT]

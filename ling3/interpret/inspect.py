@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ling3.cache import CacheSpec, pages_of, slots_of
+from ling3.cache import CacheSpec, pages_of, slots_of, window_of
 from ling3.checkpoint import hub, shards
 from ling3.checkpoint.names import stored_parts, structure
 from ling3.checkpoint.safetensors_file import DTYPES, CheckpointError, StoredTensors
@@ -74,6 +74,13 @@ class Memory:
     state_per_sequence: dict[str, int]
     packed: PackedCache | None = None
     """None for a model whose caches cannot be packed."""
+    window: int | None = None
+    """The number of last tokens whose entries are kept; None for all."""
+
+    def sequence(self, tokens: int) -> int:
+        """The bytes of a sequence of this many tokens, without the unused rest of its last page."""
+        kept = tokens if self.window is None else min(tokens, self.window)
+        return sum(self.state_per_sequence.values()) + kept * self.cache_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +160,8 @@ class ModelReport:
         some, rotated = (ablate.having(self.model, "rotary embedding", uncut) for uncut in (False, True))
         if unrotated := sorted(some.keys() - rotated.keys()):
             facts.add_row("positions", f"no RoPE in layers {_ranges(unrotated)}")
-        facts.add_row("cache", f"{self.memory.cache_per_token:,} bytes per token")
+        last = "" if self.memory.window is None else f", of the last {self.memory.window:,}"
+        facts.add_row("cache", f"{self.memory.cache_per_token:,} bytes per token{last}")
         if (packed := self.memory.packed) is not None:
             padded = f"{packed.per_token_in_pages:,.10g} in pages of {packed.page_size}"
             facts.add_row("packed cache", f"{packed.per_token:,.10g} bytes per token, {padded}")
@@ -242,7 +250,8 @@ def _memory(model: CausalLM, dtype: DTypeLike) -> Memory:
         for path, array in jax.tree_util.tree_leaves_with_path(slots_of(state)):
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "state"
             sizes[name] = sizes.get(name, 0) + _bytes(array)
-    return Memory(sum(_bytes(paged.entries) for paged in pages_of(states)) // tokens, sizes, _packed(model, dtype))
+    per_token = sum(_bytes(paged.entries) for paged in pages_of(states)) // tokens
+    return Memory(per_token, sizes, _packed(model, dtype), window_of(states))
 
 
 def _packed(model: CausalLM, dtype: DTypeLike) -> PackedCache | None:
