@@ -37,6 +37,7 @@ def check_the_recurrence():
 @pytest.mark.parametrize("name", LINEAR)
 def test_any_split_is_the_whole_and_padding_changes_nothing(name):
     layer, x = MIXERS[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 20, 64))
+    assert isinstance(layer, HeadDecay)
     whole, last = layer(x, None, Span.whole(2, 20))
     state, outputs = layer.empty_state(CacheSpec(2, 0, 1, x.dtype)), []
     for i in range(0, 20, 5):  # five tokens and three columns of padding
