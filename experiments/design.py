@@ -6,12 +6,19 @@ instead: its variants are models of three families with 1.3 million parameters.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
 
 import ling3
 from experiments.tasks import TASKS, Task
 from ling3.families.kimi_linear import KimiLinearConfig
 from ling3.families.qwen3 import Qwen3Config
+from ling3.layers.kda import KDA
+from ling3.model import Mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Experiment:
     points: int = 12
     more_rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     held_out: int = 256
+    mixers: Mapping[str, Callable[[PRNGKeyArray], Mixer]] = dataclasses.field(default_factory=dict)
+    """Other mixers in the place of a variant's KDA layers."""
 
     def rates(self, variant: str) -> tuple[float, ...]:
         """The learning rates that are swept for this variant."""
@@ -46,6 +55,19 @@ class Experiment:
         if not isinstance(changes, dict):
             return changes
         return small(self.task.vocabulary, self.layers, **{"layer_group_size": ONLY_KDA} | changes)
+
+    def model(self, variant: str, key: PRNGKeyArray) -> ling3.CausalLM:
+        """A variant's model before training."""
+        model, mixer = ling3.init(self.config(variant), key=key), self.mixers.get(variant)
+        if mixer is None:
+            return model
+        layers = [
+            dataclasses.replace(layer, attention=mixer(jax.random.fold_in(key, i)))
+            if isinstance(layer.attention, KDA)
+            else layer
+            for i, layer in enumerate(model.model.layers)
+        ]
+        return eqx.tree_at(lambda m: m.model.layers, model, tuple(layers))
 
 
 def small(vocabulary: int, layers: int, **changes: Any) -> ling3.Ling3Config:

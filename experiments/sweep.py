@@ -169,7 +169,7 @@ def training(
     per variant. Raises FloatingPointError if a measured loss is not finite.
     """
     task, steps, every = experiment.task, experiment.steps, experiment.steps // experiment.points
-    model = balanced(ling3.init(experiment.config(variant), key=jax.random.key(seed)))
+    model = balanced(experiment.model(variant, jax.random.key(seed)))
     state = _ADAM.init(eqx.filter(model, eqx.is_inexact_array))
     rates = jnp.asarray(schedule(learning_rate, experiment.warmup, steps))
     unseen = _unseen(experiment, range(1))

@@ -1,0 +1,109 @@
+"""Mechanisms against tasks: the same small model, stream and code, with one mechanism changed in three of four layers.
+
+    python -m experiments.hybrids
+
+The last layer is MLA in all variants, as in Ling-3 at 3:1. Each variant is trained on five tasks, at swept learning
+rates and with three seeds; what was expected is in `hybrids_predictions.md`, which was committed before the first run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import tyro
+from jaxtyping import PRNGKeyArray
+
+from experiments.__main__ import RESULTS, conduct
+from experiments.design import Experiment
+from experiments.mechanisms import HeadDecay
+from experiments.tasks import TASKS, Task, word_problems
+from ling3.layers.gqa import GQA, GQAConfig
+from ling3.layers.kda import KDAConfig
+from ling3.layers.rope import Rope
+from ling3.model import Mixer
+
+LAYERS, WINDOW = 4, 16
+KDA_SIZES = KDAConfig(hidden=64, heads=2, head_dim=32, eps=1e-6, std=0.1)
+
+
+def _attention(window: int | None, key: PRNGKeyArray) -> GQA:
+    """Softmax attention of two heads with RoPE, over all tokens or over the last `window`."""
+    rope = Rope.plain(10000.0, 32)
+    sizes = GQAConfig(hidden=64, heads=2, kv_heads=2, head_dim=32, std=0.1, rope=rope, window=window)
+    return GQA.init(sizes, key=key, dtype=jnp.float32)
+
+
+def _head_decay(key: PRNGKeyArray, **how: bool) -> HeadDecay:
+    return HeadDecay.init(KDA_SIZES, key=key, **how)
+
+
+MIXERS: dict[str, Callable[[PRNGKeyArray], Mixer]] = {
+    "Gated DeltaNet": _head_decay,
+    "Mamba-2": functools.partial(_head_decay, delta=False),
+    "lightning": functools.partial(_head_decay, delta=False, fixed=True),
+    "window": functools.partial(_attention, WINDOW),
+    "full attention": functools.partial(_attention, None),
+}
+"""The mixers of the variants that Ling-3's config does not have, in the place of its KDA layers."""
+
+HEAD, FIXED, ATTENTION = ({"intermediate_size": width} for width in (80, 80, 100))
+"""Wider MLPs, so that all variants have equally many parameters within 1 %."""
+
+VARIANTS = {
+    "KDA": {},
+    "KDA, softplus": {"kda_lower_bound": None},
+    "KDA, beta to 2": {"kda_allow_neg_eigval": True},
+    "Gated DeltaNet": HEAD,
+    "Mamba-2": HEAD,
+    "lightning": FIXED,
+    "window": ATTENTION,
+    "full attention": ATTENTION,
+}
+"""Changes to the small Ling-3 of `design.py`, beside the mixers."""
+
+
+def text() -> Task:
+    """Next tokens of *nano*'s word problems, measured on problems whose solutions no training text has."""
+    train, held_out = word_problems("train"), word_problems("held_out")
+    return dataclasses.replace(train, parts=(held_out,))
+
+
+def _experiment(task: Task, steps: int, rows: int = 16) -> Experiment:
+    return Experiment(
+        task,
+        layers=LAYERS,
+        variants={name: {"layer_group_size": LAYERS} | changes for name, changes in VARIANTS.items()},
+        mixers=MIXERS,
+        steps=steps,
+        rows=rows,
+        learning_rates=(4e-3, 8e-3, 1.6e-2),
+        points=10,
+    )
+
+
+HYBRIDS: dict[str, Callable[[], Experiment]] = {
+    "recall": lambda: _experiment(TASKS["mqar"](), 360),
+    "copying": lambda: _experiment(TASKS["palindrome"](), 480),
+    "tracking": lambda: _experiment(TASKS["parity"](), 420),
+    "resets": lambda: _experiment(TASKS["segment_reset"](), 420),
+    "text": lambda: dataclasses.replace(_experiment(text(), 400, rows=8), held_out=32),
+}
+"""The five tasks: recall, copying, state tracking, resets and text."""
+
+
+def main(task: Literal["recall", "copying", "tracking", "resets", "text", "all"] = "all", out: Path = RESULTS) -> None:
+    """Make the runs that are not stored yet.
+
+    Args:
+        task: which task; all of them take about three hours of one core.
+        out: directory of the results.
+    """
+    for name in HYBRIDS if task == "all" else (task,):
+        conduct(HYBRIDS[name](), out / f"hybrids_{name}.jsonl")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
