@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_transformers
 from exhaustive_cases import thoroughly
-from tiny import FLASH, TINY, open_model, widened
+from tiny import TINY, open_model, widened
 
 import ling3
 from ling3.cache import Span
@@ -28,20 +28,20 @@ from ling3.train.packing import leak
 from ling3.train.texts import TrainingText
 
 # One token, several texts in a chunk of 16, more than a chunk; borders at columns 0, 1, 15 and others of a chunk.
-LENGTHS = (3, 1, 5, 6, 17, 1, 15, 33, 9)
-# KDA and MLA, dense and experts; attention in a window.
+LENGTHS = (3, 1, 5, 6, 17, 1, 15, 9)
+# KDA with a dense MLP, MLA with experts.
+PAIR = dataclasses.replace(TINY, num_hidden_layers=2, layer_group_size=2)
 MODELS = {
-    "ling3": lambda: open_model(TINY),
-    "flash": lambda: open_model(FLASH),
+    "ling3": lambda: open_model(PAIR),
     "kimi": lambda: ling3.init(KimiLinearConfig.from_dict(kimi_reference.SMALL), key=jax.random.key(0)),
     **{name: functools.partial(tiny_transformers.open_model, name) for name in tiny_transformers.CASES},
 }
-SMALL = dataclasses.replace(TINY, num_hidden_layers=2, layer_group_size=2, num_nextn_predict_layers=1)
 
 
-def ids(lengths=LENGTHS, seed=0):
-    draw = np.random.default_rng(seed)
-    return [draw.integers(3, 64, n).tolist() for n in lengths]
+def ids():
+    """Texts of these lengths, in which no token comes twice."""
+    every = np.random.default_rng(0).permutation(np.arange(3, 3 + sum(LENGTHS)))
+    return [own.tolist() for own in np.split(every, np.cumsum(LENGTHS)[:-1])]
 
 
 def in_one_row(rows):
@@ -97,26 +97,30 @@ def test_a_text_has_the_states_and_gradients_that_it_has_alone(name):
 @pytest.mark.parametrize("name", thoroughly(MODELS, but=["ling3"]))
 def test_no_gradient_leaks_from_one_text_into_another(name):
     """The gradient of a text's states by the embeddings of the texts around it is exactly 0."""
-    first, second, third = np.split(np.arange(3, 60), [18, 37])
-    weight = np.zeros((57, 1), np.float32)
-    weight[18:37] = 1.0
-    _, gradient = packed(MODELS[name](), *in_one_row([first.tolist(), second.tolist(), third.tolist()]), weight)
-    reached = np.abs(gradient.model.word_embeddings.weight).max(axis=1) > 0
-    assert np.flatnonzero(reached).tolist() == second.tolist()
+    rows = ids()
+    tokens, starts = in_one_row(rows)
+    with jax.enable_x64(True):
+        model = widened(MODELS[name]())
+        for row, start in zip(rows, np.unique(starts), strict=True):
+            _, gradient = packed(model, tokens, starts, np.where(starts[0] == start, 1.0, 0.0)[:, None])
+            reached = np.abs(gradient.model.word_embeddings.weight).max(axis=1) > 0
+            assert np.flatnonzero(reached).tolist() == sorted(row)
 
 
 def texts(lengths, seed=0):
     """Random texts of at least two tokens, of which the last half is learnt."""
+    draw = np.random.default_rng(seed)
     return [
         TrainingText(tuple(row), tuple(j >= len(row) // 2 for j in range(len(row))), f"texts.jsonl:{i}")
-        for i, row in enumerate(ids(lengths, seed))
+        for i, row in enumerate(draw.integers(3, 64, n).tolist() for n in lengths)
     ]
 
 
 @pytest.mark.thorough
 def test_losses_are_those_of_rows_with_one_text():
     """Within 1e-6: the same float32 sums in another order. Also where a text is too short to predict far ahead in."""
-    model, some = ling3.init(SMALL, key=jax.random.key(0), mtp=True), texts([2, 3, 5, 9, 17, 4])
+    config = dataclasses.replace(PAIR, num_nextn_predict_layers=1)
+    model, some = ling3.init(config, key=jax.random.key(0), mtp=True), texts([2, 3, 5, 34, 4])
     [joined] = micro_batches(some, 48, packing=True)
     tokens, _ = in_rows([text.ids for text in some])
     weights = np.zeros(tokens.shape, np.float32)
@@ -148,7 +152,7 @@ def test_rows_hold_each_text_once_and_know_where_it_begins():
 
 
 def test_less_is_padding_than_in_rows_of_one_text():
-    """Lengths as chats have them: 6 % against 10 %, in no more shapes; with more texts in a step, 2 %."""
+    """Lengths as chats have them: 5 % against 10 %, in fewer shapes; with more texts in a step, 2 %."""
     lengths = np.clip(np.random.default_rng(1).lognormal(np.log(200), 0.8, 2000), 8, 2048).astype(int)
     every = [TrainingText((5,) * n, (True,) * n, f"{i}") for i, n in enumerate(lengths)]
 
@@ -159,14 +163,13 @@ def test_less_is_padding_than_in_rows_of_one_text():
         return 1 - lengths.sum() / sum(rows * width for rows, width in shapes), len(set(shapes))
 
     (joined, few), (apart, many) = padding(8, True), padding(8, False)
-    print(joined, few, apart, many, padding(40, True))
-    assert joined < 0.06 and apart > 0.09 and few <= many and padding(40, True)[0] < 0.02
+    assert joined < 0.06 and apart > 0.09 and few < many and padding(40, True)[0] < 0.02
 
 
 @pytest.mark.thorough
 def test_the_first_losses_of_a_fine_tuning_are_those_of_rows_with_one_text(tmp_path):
     """Within 1e-5: the same float32 sums in another order, and three steps that amplify it."""
-    model, some = open_model(dataclasses.replace(SMALL, num_nextn_predict_layers=0)), texts([9, 30, 4, 12, 21, 7])
+    model, some = open_model(PAIR), texts([9, 30, 4, 12, 21, 7])
     how = {"steps": 3, "batch": 6, "tokens": 64, "lora": 2, "learning_rate": 1e-2, "warmup": 0}
     logs = [
         finetune(model, some, None, FineTuning(packing=packing, **how), eval_texts=some[:3]).log
@@ -190,7 +193,7 @@ class Running(eqx.Module):
 def test_a_model_that_mixes_texts_is_refused_or_has_a_row_for_each():
     sizes = {"hidden": 32, "heads": 2, "head_dim": 8, "q_rank": 8, "groups": 1, "o_rank": 8, "window": 8}
     csa = CSAConfig(**sizes, eps=1e-6, std=0.2, rope=Rope.plain(1e4, 4), ratio=4)
-    model = open_model(dataclasses.replace(SMALL, num_nextn_predict_layers=0))
+    model = open_model(PAIR)
     assert leak(model) is None
     for mixer, why in (
         (CSA.init(csa, key=jax.random.key(0), dtype=jnp.float32), "HCA attention compresses a row's tokens together"),
