@@ -27,6 +27,11 @@ class Span(eqx.Module):
     pass runs. `recorder` records arrays inside the pass, or changes them at a `site`. The decoder fills in the
     `tokens`, for feed-forwards that look experts up by token id.
 
+    Without a cache a row may hold several texts, as packed training batches do. `text_starts[b, t]` is then the column
+    where the text of column t begins: its segment id. Positions count from there, and a mixer keeps texts apart: no
+    token depends on another text, and recurrent states are zero at its start. A column before its text's start sees no
+    other. Raises ValueError for `text_starts` with a `table`.
+
     With `rows_each` above 1 that many neighbouring rows, of one column, are one sequence: its newest token and drafts
     of those after it. They share pages, so that paged attention needs nothing else; other arrays have a row for each
     sequence, and are returned as `Drafted`. All else computes such rows like those of other sequences.
@@ -39,6 +44,11 @@ class Span(eqx.Module):
     recorder: Recorder = eqx.field(static=True, default=SILENT)
     tokens: Int[Array, "batch seq"] | None = None
     rows_each: int = eqx.field(static=True, default=1)
+    text_starts: Int32[Array, "batch seq"] | None = None
+
+    def __check_init__(self) -> None:
+        if self.table is not None and self.text_starts is not None:
+            raise ValueError("text_starts: a row of a cache is one text; give texts a row each, or no table")
 
     @staticmethod
     def whole(batch: int, seq: int, execution: Execution = PLAIN, recorder: Recorder = SILENT) -> "Span":
@@ -48,7 +58,26 @@ class Span(eqx.Module):
 
     def positions(self, seq: int) -> Int32[Array, "batch seq"]:
         """The absolute position of each column."""
-        return self.start[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
+        positions = self.start[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
+        return positions if self.text_starts is None else positions - self.text_starts
+
+    def columns(self, seq: int) -> Int32[Array, "batch seq"]:
+        """The index of each column, for every row."""
+        return jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (self.start.shape[0], seq))
+
+    def oldest(self, seq: int, window: int | None = None) -> Int32[Array, "batch seq"] | None:
+        """The first column that each column attends to, by its text and a `window`; None without both: the first."""
+        if window is None:
+            return self.text_starts
+        oldest = self.columns(seq) - (window - 1)
+        return oldest if self.text_starts is None else jnp.maximum(oldest, self.text_starts)
+
+    def forgotten(self, g: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
+        """Log decays `g` with -inf where a text begins: a factor e^g of 0, which resets a recurrent state."""
+        if self.text_starts is None:
+            return g
+        begins = self.text_starts == self.columns(g.shape[1])
+        return jnp.where(begins.reshape(*g.shape[:2], *[1] * (g.ndim - 2)), -jnp.inf, g)
 
     @property
     def seen(self) -> Int32[Array, " batch"]:

@@ -79,7 +79,8 @@ def mtp_logits(
     execution = Execution.default() if execution is None else execution
 
     def predict(part, tokens):
-        return part.logits(hidden_ahead(part, tokens, part.mtp[: layer + 1], execution)[layer], execution)
+        whole = Span.whole(*tokens.shape, execution)
+        return part.logits(hidden_ahead(part, tokens, part.mtp[: layer + 1], whole)[layer], execution)
 
     if not isinstance(model, Sharded):
         return predict(model, tokens)
@@ -88,22 +89,23 @@ def mtp_logits(
 
 
 def hidden_ahead(
-    model: CausalLM, tokens: Int[Array, "batch seq"], layers: Sequence[MTP], execution: Execution
+    model: CausalLM, tokens: Int[Array, "batch seq"], layers: Sequence[MTP], span: Span
 ) -> list[Float[Array, "batch _ hidden"]]:
     """The normed hidden states of multi-token-prediction layers, each of which takes those of the one before it.
 
     Those of layer i at index t are behind token t + 1 + i, and predict the next. One layer may stand there several
-    times, as in the engine, where it takes its own.
+    times, as in the engine, where it takes its own. `span` is that of the tokens, without a cache. Of a row's further
+    texts, as of the row, layer i has no states behind the first 1 + i tokens: what stands there means nothing.
     """
-    batch, seq = tokens.shape
-    whole = Span.whole(batch, seq, execution)
-    hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), whole)
+    hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), span)
     found = []
     for i, own in enumerate(layers):
-        start = jnp.full(batch, i + 1, jnp.int32)
-        span = Span(start, whole.length - start, None, execution, tokens=tokens[:, i + 1 :])
+        start = jnp.full(tokens.shape[0], i + 1, jnp.int32)
+        # The columns are fewer by i + 1, and each text begins i + 1 tokens later: at the same column as before.
+        starts = None if span.text_starts is None else span.text_starts[:, i + 1 :]
+        further = Span(start, span.length - start, None, span.execution, tokens=tokens[:, i + 1 :], text_starts=starts)
         with jax.named_scope(f"mtp.{i}"):
-            hidden, _ = predicted(model, own, hidden[:, :-1], None, span)
+            hidden, _ = predicted(model, own, hidden[:, :-1], None, further)
         found.append(hidden)
     return found
 

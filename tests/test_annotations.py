@@ -205,7 +205,8 @@ def drawing(module):
 
 def convolution(module):
     tail = numbers(BATCH, 3, 2 * TINY.hidden_size)
-    module.short_conv(X, numbers(TINY.hidden_size, 4), tail, WHOLE.length, TINY.hidden_size)
+    oldest = WHOLE.positions(SEQ)
+    module.short_conv(X, numbers(TINY.hidden_size, 4), tail, WHOLE.length, TINY.hidden_size, oldest)
 
 
 def few_token_experts(module):
@@ -227,7 +228,7 @@ def attention(module):
     positions, length = WHOLE.positions(SEQ), WHOLE.length
     expansion = module.Expansion(numbers(2 * (8 + 8), 16), heads=2, nope=8)
     module.block_attention(q, positions, numbers(BATCH, 256, 20), length, expansion)
-    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, module.PerHead(heads=2, value=12))
+    module.block_attention(q, positions, numbers(BATCH, 256, 48), length, module.PerHead(heads=2, value=12), positions)
     pages, table = numbers(4, PAGE, 20), span(SEQ).table
     module.paged_attention(q, positions, pages, table, length, expansion)
     module.latent_attention(numbers(BATCH, 2, 20), positions[:, :2], pages, table, length)
@@ -245,7 +246,9 @@ def packed_kv(module):
 def cache(module):
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
     own = module.Span(WHOLE.start, WHOLE.length, span(SEQ).table, tokens=tokens)
-    own.positions(SEQ), own.valid(SEQ), own.seen, own.cleared(numbers(BATCH, SEQ, 3)), module.Span.whole(BATCH, SEQ)
+    own.positions(SEQ), own.valid(SEQ), own.seen, own.cleared(numbers(BATCH, SEQ, 3))
+    joined = dataclasses.replace(module.Span.whole(BATCH, SEQ), text_starts=tokens)
+    joined.positions(SEQ), joined.oldest(SEQ, 3), joined.forgotten(numbers(BATCH, SEQ, 3))
     spec, packed = (module.CacheSpec(BATCH, 4, PAGE, jnp.float32, how) for how in (False, True))
     module.Paged.empty(spec, (3,)).append(numbers(BATCH, SEQ, 3), own)
     module.Paged.empty(packed, (128,), packing=KEYS).append(numbers(BATCH, SEQ, 128), own)
@@ -387,6 +390,10 @@ def learnt_loss(module):
     module.summed_loss(module.recomputed(open_model.__wrapped__(SHORT)), batch, PLAIN)
 
 
+def packing(module):
+    module._reached(MLA.init(CONFIG, **OPTIONS), numbers(1, 4, CONFIG.hidden))
+
+
 FILES = {
     "layers/gate": gate,
     "layers/norm": norm,
@@ -409,6 +416,7 @@ FILES = {
     "ops/conv": convolution,
     "cache": cache,
     "train/learnt_loss": learnt_loss,
+    "train/packing": packing,
     "model": model,
     "mtp": mtp,
     "mesh/sharded": sharded,

@@ -70,6 +70,8 @@ class Train(Command):
     """Texts in a step."""
     tokens: int = 2048
     """Tokens of a forward and backward pass; a step takes as many passes as its texts need."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Put several texts into a row, which no layer mixes; auto does where all layers can."""
     learning_rate: FloatOption = None
     """The highest learning rate; by default 2e-4, and 1e-5 with --full."""
     warmup: WholeNumber = None
@@ -100,6 +102,7 @@ class Train(Command):
         given["lora"] = None if self.full else RANK if self.lora is None else self.lora
         given["targets"] = None if self.targets is None else tuple(self.targets.split(","))
         given["recompute"] = not self.keep_activations
+        given["packing"] = {"auto": None, "on": True, "off": False}[self.packing]
         return FineTuning(**given)
 
 

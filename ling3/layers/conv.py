@@ -38,4 +38,4 @@ class ShortConv(eqx.Module):
 
         Several convolutions can share a tail: this one has the channels from `first` on.
         """
-        return span.execution.short_conv(x, self.weight, tail, span.length, first)
+        return span.execution.short_conv(x, self.weight, tail, span.length, first, span.text_starts)

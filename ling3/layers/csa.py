@@ -283,6 +283,8 @@ class CSA(eqx.Module):
         """
         if span.rows_each > 1:
             raise ValueError(f"{self.kind} attention keeps no state to go back to behind drafts")
+        if span.text_starts is not None:
+            raise ValueError(f"{self.kind} attention compresses a row's tokens together, so a row holds only one text")
         positions = span.positions(x.shape[1])
         qa = self.q_norm(self.wq_a(x, span.execution))
         q, kv = self.queries(qa, positions, span), self.entries(x, positions, span)

@@ -154,13 +154,14 @@ class GQA(eqx.Module):
         """The attention of each group of query heads, which become further rows of the key head that they share."""
         groups, seq = self.heads // self.kv_heads, q.shape[1]
         rows = rearrange(q, "b s (h g) d -> b h (s g) d", g=groups)
-        at, per_head = jnp.repeat(positions, groups, axis=1), PerHead(self.kv_heads, self.head_dim)
+        per_head = PerHead(self.kv_heads, self.head_dim)
         if isinstance(held, Paged):
             assert span.table is not None, "a span over a paged array has a table"
-            where = (held.entries, span.table, span.seen)
+            at, where = jnp.repeat(positions, groups, axis=1), (held.entries, span.table, span.seen)
             o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
-            at = at - span.start[:, None]
-            o = span.execution.block_attention(rows, at, blocks, span.length, per_head, self.window)
+            at, oldest = jnp.repeat(span.columns(seq), groups, axis=1), span.oldest(seq, self.window)
+            oldest = None if oldest is None else jnp.repeat(oldest, groups, axis=1)
+            o = span.execution.block_attention(rows, at, blocks, span.length, per_head, oldest)
         return rearrange(o, "b h (s g) v -> b s (h g) v", g=groups)

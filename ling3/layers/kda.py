@@ -207,8 +207,9 @@ class KDA(eqx.Module):
         else:
             bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 satisfies any bound
             bound = bound if g is gates[0] else None  # an intervention may break the bound
+            g, resets = span.forgotten(g), span.text_starts is not None
             o, recurrent = execution.chunk_kda(
-                q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size
+                q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size, resets=resets
             )
             after = KDAState(recurrent, conv)
         gate = span.site("gate", self.output_gate(x, execution))

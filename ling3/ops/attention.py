@@ -88,9 +88,9 @@ class PerHead:
 class BlockAttention(Protocol):
     """Causal attention over whole sequences without a cache, as in training. Differentiable.
 
-    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with a
-    `window`, only to the last `window` of them, its own included. Sums and result are float32 or wider. Without an
-    `expansion` an entry is both key and value, for all heads.
+    `positions` is a multiple of BLOCK. A query attends to the positions up to its own and below `length`; with
+    `oldest`, only to those from there on, as in a window or in one of several texts. Sums and result are float32 or
+    wider. Without an `expansion` an entry is both key and value, for all heads.
     """
 
     def __call__(
@@ -100,7 +100,7 @@ class BlockAttention(Protocol):
         entries: Float[Array, "batch positions entry"],
         length: Int32[Array, " batch"],
         expansion: Expansion | PerHead | None = None,
-        window: int | None = None,
+        oldest: Int32[Array, "batch rows"] | None = None,
         /,
     ) -> Wide[Array, "batch heads rows value"]:
         """Each query's weighted sum of values."""
@@ -111,7 +111,8 @@ class BlockAttention(Protocol):
 class PagedAttention(Protocol):
     """`BlockAttention` over a paged cache, as in prefill; need not be differentiable.
 
-    `table[b, i]` is the page with row b's positions [page·i, page·(i+1))."""
+    `table[b, i]` is the page with row b's positions [page·i, page·(i+1)). With a `window`, a query attends only to the
+    last `window` positions, its own included."""
 
     def __call__(
         self,
@@ -155,14 +156,14 @@ def block_attention(
     entries: Float[Array, "batch positions entry"],
     length: Int32[Array, " batch"],
     expansion: Expansion | PerHead | None = None,
-    window: int | None = None,
+    oldest: Int32[Array, "batch rows"] | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
     """The plain form of `BlockAttention`: a running softmax, BLOCK positions at a time."""
 
     def step(i, carry):
         i = jnp.asarray(i, jnp.int32)
         block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)
-        return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion, window)
+        return _attend(carry, q, row_positions, block, i * BLOCK, length, expansion, oldest)
 
     return finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
 
@@ -195,7 +196,8 @@ def paged_attention(
 
         def together(i, carry):
             block = pages.at[lax.dynamic_index_in_dim(table, i, axis=1, keepdims=False)].get(mode="clip")
-            return _attend(carry, q, row_positions, block, i * page_size, length, expansion, window)
+            oldest = None if window is None else row_positions - window + 1
+            return _attend(carry, q, row_positions, block, i * page_size, length, expansion, oldest)
 
         return finish(lax.fori_loop(0, jnp.max(used), together, _empty(q, expansion)))
 
@@ -218,7 +220,8 @@ def paged_attention(
         block = pages.at[lax.dynamic_index_in_dim(group(table), i, axis=1, keepdims=False)].get(mode="clip")
         top, total, sums = (group(x) for x in carry)
         rows = (group(q), group(row_positions), block, i * page_size, group(length))
-        own = _attend((top, total, sums), *rows, expansion, window)
+        oldest = None if window is None else rows[1] - window + 1
+        own = _attend((top, total, sums), *rows, expansion, oldest)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(carry, own, strict=True))
 
     o = finish(lax.fori_loop(0, turn_ends[-1], turn, _empty(q, expansion)))
@@ -257,16 +260,16 @@ def _attend(
     first: Int32[Array, ""],
     length: Int32[Array, " batch"],
     expansion: Expansion | PerHead | None,
-    window: int | None,
+    oldest: Int32[Array, "batch rows"] | None,
 ) -> _Carry:
     """Adds a block of entries, at positions from `first` on, to the running softmax."""
     positions = first + jnp.arange(block.shape[1], dtype=jnp.int32)
     # Entries that were never written, or whose page was freed, may be NaN, and 0 · NaN is NaN.
     used = positions[None] < length[:, None]
     allowed = (positions[None, None] <= row_positions[..., None]) & used[:, None]
-    if window is not None:
-        used &= positions[None] > jnp.min(row_positions, axis=1, keepdims=True) - window
-        allowed &= positions[None, None] > row_positions[..., None] - window
+    if oldest is not None:
+        used &= positions[None] >= jnp.min(oldest, axis=1, keepdims=True)
+        allowed &= positions[None, None] >= oldest[..., None]
     entries = jnp.where(used[..., None], block, 0.0)
     if expansion is None:
         # The value is the full entry: summing k_rope too costs less than slicing it off in every block.

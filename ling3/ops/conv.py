@@ -3,6 +3,7 @@
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
@@ -16,7 +17,7 @@ class ShortConvolution(Protocol):
 
     Several convolutions share a `tail`: this one has the channels from `first` on. Inputs are rounded to the tail's
     dtype. Tokens from `length` on are padding: their outputs are arbitrary, but finite where x is, and they do not
-    enter the new tail.
+    enter the new tail. With `oldest`, inputs before the column `oldest[b, t]` count as zeros for token t.
     """
 
     def __call__(
@@ -26,6 +27,7 @@ class ShortConvolution(Protocol):
         tail: Float[Array, "batch taps-1 all"],
         length: Int32[Array, " batch"],
         first: int,
+        oldest: Int32[Array, "batch seq"] | None = None,
         /,
     ) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
         """The outputs, and the tail after each row's last token."""
@@ -38,11 +40,20 @@ def short_conv(
     tail: Float[Array, "batch taps-1 all"],
     length: Int32[Array, " batch"],
     first: int,
+    oldest: Int32[Array, "batch seq"] | None = None,
 ) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
     """The plain form of `ShortConvolution`: its reference implementation."""
     (channels, taps), seq, dtype = weight.shape, x.shape[1], wide(x.dtype)
     own = lax.slice_in_dim(tail, first, first + channels, axis=2)
     inputs, own = continued(own, x, length)
     weight = weight.astype(dtype)
-    y = sum(inputs[:, j : j + seq].astype(dtype) * weight[None, None, :, j] for j in range(taps))
+
+    def tap(j: int) -> Wide[Array, "batch seq channels"]:
+        seen = inputs[:, j : j + seq].astype(dtype)
+        if oldest is not None:
+            columns = jnp.arange(seq, dtype=jnp.int32) + (j - taps + 1)
+            seen = jnp.where((columns[None] >= oldest)[..., None], seen, 0.0)
+        return seen * weight[None, None, :, j]
+
+    y = sum(tap(j) for j in range(taps))
     return jax.nn.silu(y), lax.dynamic_update_slice_in_dim(tail, own, first, axis=2)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 # The largest exponent in a factor of a decayed product: exp(40)² = exp(80) still fits float32 (up to exp(88.7)).
 MAX_NATS = 40.0
@@ -93,6 +93,7 @@ class ChunkKDA(Protocol):
         *,
         lower_bound: float | None,
         chunk_size: int,
+        resets: bool = False,
     ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
         """The outputs of all tokens and the state after the last."""
         ...
@@ -167,7 +168,7 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """The recurrence token by token: the outputs o of all tokens and the state after the last.
 
-    A token with g = 0 and beta = 0 leaves the state unchanged; padding has both.
+    A token with g = 0 and beta = 0 leaves the state unchanged; padding has both. g = -inf resets the state to zero.
     """
 
     def one(state, token):
@@ -209,6 +210,7 @@ def chunk_kda(
     *,
     lower_bound: float | None,
     chunk_size: int = 16,
+    resets: bool = False,
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """The recurrence as matrix products, `chunk_size` tokens at a time (16 times a power of two, else ValueError).
 
@@ -220,7 +222,8 @@ def chunk_kda(
         v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
 
     The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
-    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result.
+    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result. With
+    `resets`, a token may instead have g = -inf in all channels: the state is zero before it.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
@@ -232,7 +235,8 @@ def chunk_kda(
     q, k, v, g = (rearrange(x, "b (n c) h d -> n b h c d", c=chunk) for x in (q, k, v, g))
     beta = rearrange(beta, "b (n c) h -> n b h c 1", c=chunk)
 
-    products, since_start, to_end = _decayed_products(k, jnp.concatenate([k, q], axis=-2), g, lower_bound)
+    same = _same_text(g[..., 0]) if resets else None
+    products, since_start, to_end = _decayed_products(k, jnp.concatenate([k, q], axis=-2), g, lower_bound, same)
     kk, qk = jnp.split(products, 2, axis=-2)
     inverse = unit_lower_inverse(jnp.tril(beta * kk, -1))
     corrected = _matmul(inverse, beta * jnp.concatenate([v, k * since_start], axis=-1))
@@ -250,15 +254,24 @@ def chunk_kda(
     return rearrange(o, "n b h c d -> b (n c) h d")[:, :seq], state
 
 
+def _same_text(g: Float[Array, "*chunks tokens"]) -> Bool[Array, "*chunks tokens tokens"]:
+    """True for two tokens of a chunk between which no reset lies, a decay of -inf at the later of them included."""
+    resets = jnp.cumsum(jnp.isneginf(g), axis=-1, dtype=jnp.int32)
+    return resets[..., :, None] == resets[..., None, :]
+
+
 def _decayed_products(
     right: Float[Array, "*chunks tokens key"],
     lefts: Float[Array, "*chunks lefts key"],
     g: Float[Array, "*chunks tokens key"],
     lower_bound: float | None,
+    same: Bool[Array, "*chunks tokens tokens"] | None,
 ) -> tuple[
     Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]
 ]:
     """P_ij = Σ_c left_ic right_jc e^{G_ic - G_jc} where i >= j (any finite numbers elsewhere), e^G and e^{G_C - G}.
+
+    With `same` (of `_same_text`) they are 0 across a reset: P for two texts, e^G behind one, e^{G_C - G} before one.
 
     `lefts` stacks one or more blocks, each with as many rows as `right`. e^{-G} over a chunk would overflow, so rows
     are computed by sub-chunks, both factors relative to one token of it. With a bound that is its midpoint, so the left
@@ -275,34 +288,54 @@ def _decayed_products(
     products, since_start = [], []
     for i in range(chunk // sub):
         seen = (i + 1) * sub
-        inside = jnp.cumsum(g[..., i * sub : seen, :], axis=-2)
-        total = inside[..., -1:, :]
+        within = None if same is None else same[..., i * sub : seen, i * sub : seen]
+        inside, since, until = _sums(g[..., i * sub : seen, :], within)
         reference = inside[..., sub // 2 : sub // 2 + 1, :] if lower_bound is not None else inside[..., :1, :]
-        left = rows[..., i, :, :, :] * jnp.exp(inside - reference)[..., None, :, :]
+        if same is not None:  # it cancels, but for its rounding in a gradient, which would reach another text
+            reference = lax.stop_gradient(reference)
+        left = rows[..., i, :, :, :] * jnp.exp((since if lower_bound is None else inside) - reference)[..., None, :, :]
         left = rearrange(left, "... r s k -> ... (r s) k")
         if lower_bound is not None:
             decays = jnp.concatenate([reference + to_end, reference - inside], axis=-2)
             block = _matmul(left, jnp.swapaxes(right[..., :seen, :] * jnp.exp(decays), -1, -2))
         else:
             earlier = right[..., : i * sub, :] * jnp.exp(reference + to_end)
-            own = _masked_products(rows[..., i, :, :, :], right[..., i * sub : seen, :], inside)
+            own = _masked_products(rows[..., i, :, :, :], right[..., i * sub : seen, :], inside, within)
             block = jnp.concatenate([_matmul(left, jnp.swapaxes(earlier, -1, -2)), own], axis=-1)
         products.append(jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(0, chunk - seen)]))
-        since_start.append(from_start + inside)
-        from_start = from_start + total
-        to_end = jnp.concatenate([to_end + total, total - inside], axis=-2)
+        since_start.append(from_start + since)
+        from_start = from_start + since[..., -1:, :]
+        to_end = jnp.concatenate([to_end + since[..., -1:, :], until], axis=-2)
     stacked = rearrange(jnp.stack(products, axis=-3), "... i (r s) j -> ... (r i s) j", r=blocks)
+    if same is not None:
+        stacked = jnp.where(jnp.concatenate([same] * blocks, axis=-2), stacked, 0.0)
     return stacked, jnp.exp(jnp.concatenate(since_start, axis=-2)), jnp.exp(to_end)
+
+
+def _sums(
+    g: Float[Array, "*chunks tokens key"],
+    same: Bool[Array, "*chunks tokens tokens"] | None,
+) -> tuple[Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]]:
+    """Sums of g in a sub-chunk for each token: of its text up to it, of all tokens up to it, and of all behind it.
+
+    The latter two are -inf if there is a reset among these tokens.
+    """
+    since = jnp.cumsum(g, axis=-2)
+    if same is None:
+        return since, since, since[..., -1:, :] - since
+    inside = _matmul(jnp.tril(same).astype(g.dtype), jnp.where(jnp.isneginf(g), 0.0, g))
+    return inside, since, jnp.where(same[..., -1, :, None], inside[..., -1:, :] - inside, -jnp.inf)
 
 
 def _masked_products(
     lefts: Float[Array, "*chunks blocks tokens key"],
     right: Float[Array, "*chunks tokens key"],
     inside: Float[Array, "*chunks tokens key"],
+    same: Bool[Array, "*chunks tokens tokens"] | None,
 ) -> Float[Array, "*chunks blocks*tokens tokens"]:
     """The products of one sub-chunk channel by channel, for g without a bound: no exponent is above 0."""
     span = inside[..., :, None, :] - inside[..., None, :, :]
-    causal = jnp.tril(jnp.ones(span.shape[-3:-1], bool))
+    causal = jnp.tril(jnp.ones(span.shape[-3:-1], bool) if same is None else same)
     decay = jnp.exp(jnp.where(jnp.broadcast_to(causal[..., None], span.shape), span, -jnp.inf))
     products = jnp.einsum("...rik,...jk,...ijk->...rij", lefts, right, decay, precision=lax.Precision.HIGHEST)
     return rearrange(products, "... r i j -> ... (r i) j")

@@ -31,6 +31,7 @@ from ling3.train.learnt_loss import recomputed, summed_loss
 from ling3.train.loop import Batch, Optimization, first_state, mtp_loss
 from ling3.train.loss_plot import draw_losses
 from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
+from ling3.train.packing import leak
 from ling3.train.saved_state import PLOT, STATE, SavedState
 from ling3.train.texts import TrainingDataError, TrainingText
 
@@ -53,6 +54,8 @@ class FineTuning:
     """Texts in a step; one step of an epoch may have fewer."""
     tokens: int = 2048
     """Tokens of a forward and backward pass, padding included; a step takes as many passes as its texts need."""
+    packing: bool | None = None
+    """Put several texts into a row, which no layer mixes; False gives each a row. By default where all layers can."""
     learning_rate: float | None = None
     """The highest learning rate; by default 2e-4 for an adapter and 1e-5 for all weights."""
     warmup: int | None = None
@@ -183,8 +186,7 @@ def finetune(
     CheckpointError if `out` is taken or holds an unfinished training of another kind, and FloatingPointError if the
     loss is not finite.
     """
-    settings = FineTuning() if settings is None else settings
-    _check(model, settings, mesh)
+    settings = _checked(model, FineTuning() if settings is None else settings, mesh)
     texts, held_out = _split(texts, eval_texts, settings)
     _check_texts([*texts, *held_out], model)
     target = None if out is None else pathlib.Path(out).expanduser().resolve()
@@ -255,7 +257,8 @@ class _Run:
         with progress("fine-tuning (the first step compiles)", steps) as advance:
             advance(start)
             for step in range(start + 1, steps + 1):
-                chosen = step_texts(self.texts, step, self.settings.batch, self.settings.seed)
+                how = self.settings
+                chosen = step_texts(self.texts, step, how.batch, how.seed, bool(how.packing))
                 loss, gradient = self.gradient(trained, chosen)
                 trained, state = _updated((self.optimizer, self.fsdp, gradient), trained, state)
                 point = {"step": step, "tokens": (log[-1].get("tokens", 0) if log else 0) + _count(chosen)}
@@ -287,7 +290,7 @@ class _Run:
 
     def batches(self, texts: Sequence[TrainingText]) -> list[Batch]:
         """The micro-batches of some texts, on the mesh if there is one."""
-        found = micro_batches(texts, self.settings.tokens, self.devices)
+        found = micro_batches(texts, self.settings.tokens, self.devices, bool(self.settings.packing))
         return found if self.fsdp is None else [self.fsdp.rows(batch) for batch in found]
 
     def keep(self, step: int, log: list[dict[str, Any]], tree: PyTree) -> None:
@@ -301,7 +304,8 @@ def _count(texts: Sequence[TrainingText]) -> int:
     return sum(len(text.ids) for text in texts)
 
 
-def _check(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> None:
+def _checked(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> FineTuning:
+    """The settings, with `packing` decided. Raises ValueError for settings that do not suit the model or the mesh."""
     if settings.lora is not None and mesh is not None:
         raise ValueError("lora: a model on a mesh takes no adapter; train all weights there (lora=None)")
     if settings.lora is None and (settings.alpha is not None or settings.targets is not None):
@@ -313,6 +317,12 @@ def _check(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> None:
                 "the model is quantized, and its weights cannot be trained; train an adapter (lora=16), or load the "
                 "model with dequantize=True"
             )
+    if settings.packing is False:
+        return settings
+    why = leak(model)
+    if why is not None and settings.packing:
+        raise ValueError(f"packing: {why}; give each text a row (packing=False, or None where that is so)")
+    return dataclasses.replace(settings, packing=why is None)
 
 
 def _split(

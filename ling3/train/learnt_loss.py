@@ -49,8 +49,7 @@ def summed_loss(model: CausalLM, batch: Batch, execution: Execution | None = Non
     """
     execution = Execution.default() if execution is None else execution
     rows, seq = batch.tokens.shape
-    whole = Span.whole(rows, seq, execution)
-    hidden, _ = model.model(batch.tokens, (None,) * len(model.model.attentions), whole)
+    hidden, _ = model.model(batch.tokens, (None,) * len(model.model.attentions), batch.span(execution))
     targets, weights = jnp.roll(batch.tokens, -1, axis=1), jnp.roll(batch.weights, -1, axis=1)
     weights = weights.at[:, -1].set(0.0)
     width = math.gcd(seq, max(1, LOGITS // rows))

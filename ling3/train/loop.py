@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, PyTree, Scalar
+from jaxtyping import Array, Float, Int, Int32, PyTree, Scalar
 
+from ling3.cache import Span
 from ling3.execution import Execution
 from ling3.model import CausalLM
 from ling3.mtp import hidden_ahead
@@ -27,10 +28,18 @@ except ImportError as error:
 
 
 class Batch(eqx.Module):
-    """Token sequences, with the weight of each token in the loss as a prediction target."""
+    """Token sequences, with the weight of each token in the loss as a prediction target.
+
+    A row with several texts has `text_starts`, the column where each token's text begins (`Span.text_starts`).
+    """
 
     tokens: Int[Array, "batch seq"]
-    weights: Float[Array, "batch seq"]  # 0: not a target; the first token of a row never is one
+    weights: Float[Array, "batch seq"]  # 0: not a target; the first token of a text never is one
+    text_starts: Int32[Array, "batch seq"] | None = None
+
+    def span(self, execution: Execution) -> Span:
+        """The span of all its tokens, which keeps the texts of a row apart."""
+        return dataclasses.replace(Span.whole(*self.tokens.shape, execution), text_starts=self.text_starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +131,11 @@ class Progress:
 
 def token_losses(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Array, "batch rest"]:
     """-log p(token | previous tokens) in nats, for all tokens but the first of each row."""
-    logits = model(batch.tokens, execution)[:, :-1]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+    if batch.text_starts is None:
+        logits = model(batch.tokens, execution)
+    else:
+        logits = model.watched(batch.tokens, batch.span(Execution.default() if execution is None else execution))
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch.tokens[:, 1:])
 
 
 def next_token_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
@@ -141,17 +153,18 @@ def mtp_loss(model: CausalLM, batch: Batch, execution: Execution | None = None) 
     """-log p(token t + 1 + i | tokens up to t + i) of the first multi-token-prediction layer, in nats, i = 1 to DRAFTS.
 
     The layer takes its own hidden states beyond i = 1, as where it drafts. It is the mean over i and tokens, weighted
-    by the batch's weights. The decoder, and embedding and head, have no gradient.
+    by the batch's weights; targets that another text begins with have none. The decoder, and embedding and head, have
+    no gradient.
     """
     execution = Execution.default() if execution is None else execution
     fixed = jax.tree.map(lambda leaf: lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, model)
-    losses = []
-    for i, hidden in enumerate(hidden_ahead(fixed, batch.tokens, model.mtp[:1] * DRAFTS, execution), 2):
+    span, scored, losses = batch.span(execution), batch.weights, []
+    for i, hidden in enumerate(hidden_ahead(fixed, batch.tokens, model.mtp[:1] * DRAFTS, span), 2):
         logits = fixed.logits(hidden[:, :-1], execution)
-        own, weights = (
-            optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, i:]),
-            batch.weights[:, i:],
-        )
+        own = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, i:])
+        if batch.text_starts is not None:
+            scored = jnp.where(span.positions(scored.shape[1]) >= i, scored, 0.0)
+        weights = scored[:, i:]
         losses.append(jnp.sum(own * weights) / jnp.maximum(jnp.sum(weights), 1.0))
     return jnp.mean(jnp.stack(losses))
 

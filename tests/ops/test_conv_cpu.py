@@ -103,4 +103,5 @@ def test_inputs_that_do_not_suit():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "LEAST", 512)
         assert kernel.unsuited(x, tail) is None
+        assert "several texts" in kernel.unsuited(x, tail, jnp.zeros((1, 2), jnp.int32))
         assert "less than 512 channels" in kernel.unsuited(x[..., :511], tail)

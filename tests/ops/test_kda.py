@@ -1,5 +1,7 @@
 """The chunk form is the recurrence: values, gradients, any length, any start, any gate."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,30 @@ def test_a_closed_gate_over_a_long_text_stays_finite(bound):
         o, after = CHUNKED(q, k, v, g, beta, state, lower_bound=bound, chunk_size=chunk_size)
         assert bool(jnp.all(jnp.isfinite(o))) and bool(jnp.all(jnp.isfinite(after)))
         assert largest((o, after), RECURRENT(q, k, v, g, beta, state)) < 1e-5
+
+
+@pytest.mark.parametrize("bound", [-5.0, *exhaustively([-20.0, None])])
+def test_a_decay_of_minus_infinity_resets_the_chunk_form_as_the_recurrence(bound):
+    """Values and gradients, with resets anywhere in a chunk, one after another, and closed gates between them."""
+
+    def scalar(form, *x):
+        o, state = form(*x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state)), (o, state)
+
+    chunked = functools.partial(chunk_kda, lower_bound=bound, chunk_size=32, resets=True)
+    fast, slow = (
+        jax.jit(jax.grad(functools.partial(scalar, form), argnums=tuple(range(6)), has_aux=True))
+        for form in (chunked, recurrent_kda)
+    )
+    with jax.enable_x64(True):
+        q, k, v, g, beta, state = inputs(70, bound=bound, dtype=jnp.float64)
+        closed = jnp.full_like(g, -1e4 if bound is None else bound)
+        for resets in ([0], [1], [15], [16], [9, 40], [3, 4, 5, 31, 32, 33, 69], range(70)):
+            at = jnp.zeros(70, bool).at[jnp.asarray(resets)].set(True)[None, :, None, None]
+            for decays in (g, closed):
+                x = q, k, v, jnp.where(at, -jnp.inf, decays), beta, state
+                (gradients, found), (expected_gradients, expected) = fast(*x), slow(*x)
+                assert largest(found, expected) < 1e-12 and largest(gradients, expected_gradients) < 1e-12
 
 
 def test_padding_leaves_the_state_alone():

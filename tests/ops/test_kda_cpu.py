@@ -157,6 +157,20 @@ def test_its_derivatives_are_those_of_the_plain_forms():
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+def test_a_decay_of_minus_infinity_resets_the_state():
+    q, k, v, g, beta, state = tokens(2, 40, 2, 8, 8)
+    inputs = q, k, v, g.at[:, jnp.asarray([0, 7, 8, 16, 30])].set(-jnp.inf), beta, state
+    forms = jax.jit(functools.partial(kda.chunk_kda, lower_bound=-5.0, resets=True)), recurrent_kda
+    for own, expected in zip(*(form(*inputs) for form in forms), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+    def loss(form):
+        return lambda *inputs: sum(jnp.sum(jnp.tanh(x)) for x in form(*inputs))
+
+    for own, expected in zip(*(jax.grad(loss(form), argnums=tuple(range(6)))(*inputs) for form in forms), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
 def test_where_it_does_not_suit(monkeypatch):
     inputs = token(1, 1, 8, 8)
     monkeypatch.setattr(kda, "LEAST", 2**18)

@@ -1,6 +1,7 @@
 """Fine-tuning against PEFT on transformers with torch's AdamW: the same texts, the same first adapter, float32, CPU."""
 
 import copy
+import dataclasses
 import types
 
 import jax
@@ -45,7 +46,7 @@ def opened(name, directory):
     return make(name, directory)
 
 
-def losses_of_torch(base, adapter, some):
+def losses_of_torch(base, adapter, some, packing):
     """The mean loss of each step's learnt tokens, the texts one by one without padding."""
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = peft.get_peft_model(copy.deepcopy(base).requires_grad_(True), config).eval()
@@ -58,7 +59,7 @@ def losses_of_torch(base, adapter, some):
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, SETTINGS.warmup, SETTINGS.steps)
     found = []
     for step in range(1, SETTINGS.steps + 1):
-        chosen = step_texts(some, step, SETTINGS.batch, SETTINGS.seed)
+        chosen = step_texts(some, step, SETTINGS.batch, SETTINGS.seed, packing)
         loss = torch.zeros(())
         for text in chosen:
             logits = model(torch.tensor([text.ids]), use_cache=False).logits[0, :-1]
@@ -73,12 +74,12 @@ def losses_of_torch(base, adapter, some):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "ling3"])
-def test_the_first_ten_losses_are_pefts(name, tmp_path):
-    case, some = opened(name, tmp_path), texts()
+@pytest.mark.parametrize(("name", "packing"), [("llama", True), ("qwen2", True), ("ling3", True), ("llama", False)])
+def test_the_first_ten_losses_are_pefts(name, packing, tmp_path):
+    case, some, settings = opened(name, tmp_path), texts(), dataclasses.replace(SETTINGS, packing=packing)
     how = {"alpha": SETTINGS.alpha, "targets": SETTINGS.targets}
     adapter = ling3.new_adapter(case.ours, rank=4, key=jax.random.key(SETTINGS.seed), **how)
-    expected = losses_of_torch(case.theirs, adapter, some)
+    expected = losses_of_torch(case.theirs, adapter, some, packing)
     assert min(expected) < expected[0] - 0.05, "ten steps should learn something"
-    found = [point["loss"] for point in finetune(case.ours, some, None, SETTINGS).log]
+    found = [point["loss"] for point in finetune(case.ours, some, None, settings).log]
     assert np.abs(np.subtract(found, expected)).max() <= LOSS

@@ -24,8 +24,12 @@ LEAST = 512
 FLOATS = (jnp.float32, jnp.bfloat16)
 
 
-def unsuited(x: Float[Array, "batch seq channels"], tail: Float[Array, "batch back all"]) -> str | None:
-    """Why the kernel does not run, or None: it is missing, or the dtypes do not suit, or there are few channels."""
+def unsuited(
+    x: Float[Array, "batch seq channels"], tail: Float[Array, "batch back all"], oldest: Array | None = None
+) -> str | None:
+    """Why the kernel does not run, or None: it is missing, or the inputs do not suit, or there are few channels."""
+    if oldest is not None:
+        return "rows hold several texts, and the kernel reads a row as one"
     if x.dtype not in FLOATS or tail.dtype not in FLOATS:
         return f"x is {x.dtype} and the tail {tail.dtype}; the kernel takes float32 and bfloat16"
     if x.shape[2] < LEAST:
@@ -39,13 +43,14 @@ def short_conv(
     tail: Float[Array, "batch taps-1 all"],
     length: Int32[Array, " batch"],
     first: int,
+    oldest: Int32[Array, "batch seq"] | None = None,
 ) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
     """Computes `conv.short_conv` with the C++ kernel, where it suits. The outputs of padding are zeros.
 
     A token's bits depend on its own inputs alone, and not on how a row's tokens are split into calls.
     """
-    if not runs("short_conv", unsuited(x, tail)):
-        return conv.short_conv(x, weight, tail, length, first)
+    if not runs("short_conv", unsuited(x, tail, oldest)):
+        return conv.short_conv(x, weight, tail, length, first, oldest)
     return _run(first, x, weight, tail, length)
 
 

@@ -68,9 +68,10 @@ def chunk_kda(
     *,
     lower_bound: float | None,
     chunk_size: int = 16,
+    resets: bool = False,
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
     """`kda.chunk_kda` with the kernel, where it suits: token by token, so prefill equals decode bit for bit."""
-    options = {"lower_bound": lower_bound, "chunk_size": chunk_size}
+    options = {"lower_bound": lower_bound, "chunk_size": chunk_size, "resets": resets}
     if not runs("chunk_kda", unsuited(state)):
         return kda.chunk_kda(q, k, v, g, beta, state, **options)
     return _run(tuple(options.items()), q, k, v, g, beta, state)
