@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 
+from ling3.layers.adapted import Adapted
 from ling3.layers.draw import axes
 from ling3.layers.linear import Matrix
 
@@ -28,6 +29,12 @@ class ArrayLeaf:
     def field(self) -> str:
         """The name of the field that holds it."""
         return self.path.rpartition(".")[2]
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """The matrix whose adapter it is an array of; None for the arrays of the model without adapters."""
+        found = next((module for module in self.around if isinstance(module, Adapted)), None)
+        return None if found is None or any(module is found.base for module in self.around) else found
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """`Adapter`: low-rank updates (LoRA) of a model's matrices, and the models with an adapter beside or in its weights."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,7 +15,8 @@ from ling3.families import family_of
 from ling3.layers.adapted import AdaptedMatrix
 from ling3.layers.linear import Linear, Matrix
 from ling3.leaves import dotted
-from ling3.mesh.sharded import placement_of
+from ling3.mesh.sharded import Sharded
+from ling3.mesh.sharding import beside
 from ling3.model import CausalLM
 from ling3.runtime.quoting import QuotingError
 
@@ -77,10 +79,10 @@ def adaptable(model: CausalLM) -> list[Adaptable]:
     """The matrices that an adapter can change, in the model's order.
 
     These are all except the embedding, stacks (such as routed experts) and multi-token-prediction layers. Routers,
-    convolutions and norms are no matrices.
+    convolutions and norms are no matrices. Those of a model on a mesh are structures of the unsharded ones.
     """
     config, family, found = model.config, family_of(model.config), []
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_matrix)[0]:
+    for path, node in jax.tree_util.tree_flatten_with_path(_whole(model), is_leaf=_is_matrix)[0]:
         own = dotted(path)
         if isinstance(node, Matrix) and len(node.shape) == 2 and own != _EMBEDDING and not own.startswith("mtp."):
             published = family.published(f"{own}.weight", config).removesuffix(".weight")
@@ -100,15 +102,20 @@ def with_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
     The weights are shared with `model` and may be quantized. The result runs, generates and serves like any model, and
     is differentiable with respect to the adapter. It is not a checkpoint: save the adapter by itself, or merge it.
 
-    Raises AdapterError if the adapter does not fit the model, and for a model that has an adapter or is on a mesh.
-    """
+    On a mesh, a device has the rows of B for its outputs of W and the columns of A for its inputs, and the model has no
+    gradients. All processes of the mesh call this together, with the same adapter.
 
-    def wrapped(matrix: Matrix, update: LowRankUpdate, scale: float) -> Matrix:
-        return AdaptedMatrix(
+    Raises AdapterError if the adapter does not fit the model, and for a model that has an adapter.
+    """
+    known = {own.module: own for own in adaptable(model)}
+    check(model, adapter, known)
+    new = {}
+    for name, update in adapter.modules.items():
+        matrix, scale = known[name].matrix, adapter.scale(name)
+        new[known[name].path] = AdaptedMatrix(
             base=matrix, lora_A=update.lora_A, lora_B=update.lora_B, scale=scale, axes=matrix.axes, name=matrix.name
         )
-
-    return _changed(model, adapter, wrapped)
+    return replaced(model, new)
 
 
 def merge_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
@@ -120,12 +127,6 @@ def merge_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
     Raises AdapterError as `with_adapter` does, and for a quantized matrix, whose format could not hold the sum: to
     merge into it, load the base with `dequantize=True`.
     """
-
-    def merged(matrix: Matrix, update: LowRankUpdate, scale: float) -> Matrix:
-        assert isinstance(matrix, Linear), "checked before anything is merged"
-        total = AdaptedMatrix(base=matrix, lora_A=update.lora_A, lora_B=update.lora_B, scale=scale).dense()
-        return Linear(weight=total, bias=matrix.bias, axes=matrix.axes, name=matrix.name)
-
     if quantized := [
         f"{known.module}: {type(known.matrix).__name__}"
         for known in adaptable(model)
@@ -136,7 +137,19 @@ def merge_adapter(model: CausalLM, adapter: Adapter) -> CausalLM:
             "with_adapter, which keeps them as they are",
             quantized,
         )
-    return _changed(model, adapter, merged)
+
+    def merged(node: Any) -> Any:
+        if not isinstance(node, AdaptedMatrix):
+            return node
+        assert isinstance(node.base, Linear), "checked before anything is merged"
+        total = node.dense()
+        if isinstance(model, Sharded):
+            total = jax.device_put(total, node.base.weight.sharding)
+        return Linear(weight=total, bias=node.base.bias, axes=node.axes, name=node.name)
+
+    adapted = with_adapter(model, adapter)
+    found = jax.tree.map(merged, adapted, is_leaf=_is_matrix)
+    return dataclasses.replace(found, placement=model.placement) if isinstance(model, Sharded) else found
 
 
 def new_adapter(
@@ -183,30 +196,20 @@ def no_such_modules(model: CausalLM) -> str:
     return f"no module has these names; expected ends of names such as {', '.join(ends)}{tied}"
 
 
-def _changed(model: CausalLM, adapter: Adapter, change: Callable[[Matrix, LowRankUpdate, float], Matrix]) -> CausalLM:
-    """The model with `change(matrix, update, scale)` in place of each matrix that the adapter has an update for."""
-    known = {own.module: own for own in adaptable(model)}
-    check(model, adapter, known)
-    new = {
-        known[name].path: change(known[name].matrix, update, adapter.scale(name))
-        for name, update in adapter.modules.items()
-    }
-    return replaced(model, new)
-
-
 def replaced(model: CausalLM, new: Mapping[str, Matrix]) -> CausalLM:
-    """The model with other matrices at the paths that `new` has."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, node: new.get(dotted(path), node) if _is_matrix(node) else node, model, is_leaf=_is_matrix
+    """The model with other matrices around those of `adaptable` at the paths that `new` has."""
+    changed = jax.tree_util.tree_map_with_path(
+        lambda path, node: new.get(dotted(path), node) if _is_matrix(node) else node, _whole(model), is_leaf=_is_matrix
     )
+    return beside(model, changed) if isinstance(model, Sharded) else changed
 
 
 def check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> None:
     """Raises AdapterError unless the model, whose matrices `known` has by their modules, can take the adapter."""
-    if (placement := placement_of(model)) is not None:
+    if isinstance(model, Sharded) and any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(adapter)):
         raise AdapterError(
-            f"the model lies on a mesh of {placement.mesh.size} devices, where it takes no adapter: merge the adapter "
-            "into the model of one device, and place that"
+            "the model lies on a mesh, and the adapter's arrays are traced, by jax.jit or jax.grad: give it the adapter "
+            "outside of these; gradients are those of the model of one device"
         )
     if adapted := [own.module for own in known.values() if isinstance(own.matrix, AdaptedMatrix)]:
         raise AdapterError("the model has an adapter already; start from the base model", adapted)
@@ -223,6 +226,11 @@ def check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> 
                 wrong.append(f"{name}.{field}: found {list(array.shape)}; expected {list(expected)}")
     if wrong:
         raise AdapterError("the adapter is for another model: its arrays have other shapes", wrong)
+
+
+def _whole(model: CausalLM) -> CausalLM:
+    """The model itself, or the structure of the unsharded one if it is on a mesh."""
+    return model.whole if isinstance(model, Sharded) else model
 
 
 def _is_matrix(node: object) -> bool:

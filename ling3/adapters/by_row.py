@@ -19,8 +19,7 @@ def with_adapters(model: CausalLM, adapters: Mapping[str, Adapter]) -> CausalLM:
     Each matrix has the arrays of the adapters that change it, stacked by rank. A row's numbers are those of
     `with_adapter` up to rounding.
 
-    Raises AdapterError, with its name, for an adapter that does not fit the model, and for a model that has an adapter
-    or is on a mesh.
+    Raises AdapterError, with its name, for an adapter that does not fit the model, and for a model that has an adapter.
     """
     known = {own.module: own for own in adaptable(model)}
     for name, adapter in adapters.items():

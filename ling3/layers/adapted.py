@@ -16,20 +16,11 @@ from ling3.ops.matmul import matmul_transposed
 from ling3.ops.precision import Wide, wide
 
 
-class AdaptedMatrix(Matrix):
-    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ: a matrix of any kind with an adapter (LoRA, arXiv 2106.09685, §4.1).
+class Adapted(Matrix):
+    """A matrix of any kind, with one or several adapters beside it: its outputs and inputs are those of `base`."""
 
-    `base` keeps its weights, its bias and its format: over a quantized one this is QLoRA's sum (arXiv 2305.14314, §3).
-    The adapter's two products are computed in float32 or wider, whatever the base is.
-    """
-
-    base: Matrix
-    lora_A: Float[Array, "rank in_features"]
-    lora_B: Float[Array, "out_features rank"]
-    scale: float = eqx.field(static=True)
-    """alpha / rank, or alpha / sqrt(rank) for rank-stabilized LoRA."""
-    axes: tuple[str, ...] = eqx.field(static=True, default=())
-    name: str = eqx.field(static=True, default="")
+    base: eqx.AbstractVar[Matrix]
+    """The matrix itself, which keeps its weights, its bias and its format."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,6 +31,21 @@ class AdaptedMatrix(Matrix):
     def dtype(self) -> jnp.dtype:
         """The dtype of the base's weights, to which `dense` rounds the sum."""
         return self.base.dtype
+
+
+class AdaptedMatrix(Adapted):
+    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ: a matrix of any kind with an adapter (LoRA, arXiv 2106.09685, §4.1).
+
+    Over a quantized base this is QLoRA's sum (arXiv 2305.14314, §3). The adapter's two products are computed in float32 or wider, whatever the base is.
+    """
+
+    base: Matrix
+    lora_A: Float[Array, "rank in_features"]
+    lora_B: Float[Array, "out_features rank"]
+    scale: float = eqx.field(static=True)
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilized LoRA."""
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
+    name: str = eqx.field(static=True, default="")
 
     @property
     def operand(self) -> Float[Array, "{self.out_features} {self.in_features}"]:
@@ -70,7 +76,7 @@ class AdaptedMatrix(Matrix):
         return (rows.astype(update.dtype) + update).astype(rows.dtype)
 
 
-class RowAdaptedMatrix(Matrix):
+class RowAdaptedMatrix(Adapted):
     """A matrix of any kind with several adapters, of which each row of a call may have another, or none.
 
     A row with adapter i has y = x Wᵀ + scale_i · (x A_iᵀ) B_iᵀ, in the order of sums of `AdaptedMatrix`. A row without
@@ -90,16 +96,6 @@ class RowAdaptedMatrix(Matrix):
     def for_rows(self, rows: Mapping[tuple[int, ...], AdapterRows]) -> "RowAdaptedMatrix":
         """The matrix for a call whose `rows` have the adapters of each stack, given by their indices."""
         return dataclasses.replace(self, rows=tuple(rows[stack] for stack in self.stacks))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape [out, in] of the base."""
-        return self.base.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the base's weights."""
-        return self.base.dtype
 
     @property
     def operand(self) -> Any:

@@ -1,6 +1,7 @@
 """The rules of a mesh: which logical axes of weights are sharded over it, and how each array is sharded then."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -8,7 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int, Shaped
 
-from ling3.formats import QuantizedMatrix
+from ling3.formats import KeyValueHalves, QuantizedMatrix
+from ling3.layers.adapted import Adapted
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.exchange import LOCAL, Exchange
@@ -174,6 +176,10 @@ WHOLE = Share()
 """Replicated: every device has all of the array."""
 
 
+_COMMON = {"lora_A": 1, "A": 1, "lora_B": 0, "B": 0}
+"""The axis of its matrix that an array of an adapter has too, by the array's field: outputs are 0, and inputs 1."""
+
+
 class MeshError(ValueError):
     """Raised for a model that cannot be sharded over a mesh as the rules say; the message says what would fit."""
 
@@ -184,6 +190,8 @@ def share_of(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[Sh
     `mesh` has the size of each axis. Raises MeshError for an array whose axes have no names, and for an axis that
     cannot be sharded as the rules say.
     """
+    if (adapted := leaf.adapted) is not None:
+        return _of_update(leaf, adapted, mesh, rules), LOCAL
     if leaf.value.ndim and not leaf.axes:
         raise MeshError(
             f"{leaf.path}: its axes have no names, by which rules say how devices share it; state them, as in "
@@ -203,7 +211,8 @@ def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[
     """The share of a matrix or of a stack of them, counted in rows, columns and matrices, and the exchange."""
     *stack, outer, inner = leaf.module.axes
     own = len(stack)  # the axis of the outputs, which is a bias's last one
-    counted, partial = [*stack, outer, inner], rules.sums or bool(stack)
+    stacked = bool(stack) or isinstance(leaf.module, KeyValueHalves)  # which has two stacks
+    counted, partial = [*stack, outer, inner], rules.sums or stacked
     over = {axis: rules.axes_of(axis, mesh) for axis in counted}
     if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, "vocab")):
         return (WHOLE, LOCAL) if stack else _gathered(leaf, over[outer] or over[inner], mesh)
@@ -214,6 +223,19 @@ def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[
     if axes := over[inner]:
         return _inputs(leaf, own, axes, mesh, partial)
     return _outputs(leaf, own, over[outer], mesh, partial) if over[outer] else (WHOLE, LOCAL)
+
+
+def _of_update(leaf: ArrayLeaf, adapted: Adapted, mesh: Mapping[str, int], rules: Rules) -> Share:
+    """The share of an array of an adapter: B has the rows of its matrix W that the device has, and A the columns.
+
+    So x Aᵀ Bᵀ is sharded as x Wᵀ, and what is exchanged is their sum. All else is replicated.
+    """
+    above = itertools.takewhile(lambda module: module is not adapted, leaf.around)
+    around = (*above, adapted, adapted.base)
+    share, _ = _of_matrix(dataclasses.replace(leaf, around=around), mesh, rules)
+    if share.axis is None or share.axis != _COMMON.get(leaf.field):
+        return WHOLE
+    return dataclasses.replace(share, axis=leaf.value.ndim - 2 + share.axis)
 
 
 def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:

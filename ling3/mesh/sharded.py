@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, CacheSpec, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
+from ling3.layers.adapted import Adapted
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.layers.scope import scoped
@@ -23,6 +24,7 @@ from ling3.leaves import dotted
 from ling3.mesh.exchange import Exchange
 from ling3.mesh.placement import Placement, here
 from ling3.model import CausalLM
+from ling3.ops.absorption import AdaptedLatents
 from ling3.ops.precision import Wide
 from ling3.ops.spread import Spread
 
@@ -48,9 +50,13 @@ class ShardedMatrix(Matrix):
         return self.matrix.dtype
 
     @property
-    def operand(self) -> Array:
-        """The same numbers as `dense`, for operators."""
-        return self.dense()
+    def operand(self) -> Array | AdaptedLatents:
+        """The same numbers as `dense`, for operators; with an adapter for each row, its B for the same outputs."""
+        if not (isinstance(self.matrix, Adapted) and isinstance(whole := self.matrix.operand, AdaptedLatents)):
+            return self.dense()
+        swap = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
+        updates = [(own._replace(B=swap(self.exchange.after(swap(own.B)))), rows) for own, rows in whole.updates]
+        return AdaptedLatents(dataclasses.replace(self, matrix=self.matrix.base).dense(), updates)
 
     def dense(self) -> Float[Array, "{self.out_features} columns"]:
         """The rows of W whose outputs the device has after the exchange."""
@@ -121,15 +127,24 @@ class Sharded(CausalLM):
                 return ShardedMatrix(matrix=node, exchange=how, axes=node.axes, name=node.name)
             return node
 
-        whole = CausalLM(self.model, self.lm_head, self.config, mtp=self.mtp)
         units = lambda node: isinstance(node, Matrix | Experts)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(shared, whole, is_leaf=units)
+        return jax.tree_util.tree_map_with_path(shared, self._plain, is_leaf=units)
+
+    @property
+    def whole(self) -> CausalLM:
+        """The unsharded model's structure, with a `ShapeDtypeStruct` (shape and dtype) in place of each array."""
+        stored, tree = jax.tree.flatten(self._plain)
+        arrays = zip(self.placement.shares, stored, strict=True)
+        return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(share.unstored(x.shape), x.dtype) for share, x in arrays])
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the unsharded arrays, in the order of `jax.tree.leaves`."""
-        shares = self.placement.shares
-        return tuple(share.unstored(shape) for share, shape in zip(shares, self.part.shapes, strict=True))
+        return self.whole.shapes
+
+    @property
+    def _plain(self) -> CausalLM:
+        return CausalLM(self.model, self.lm_head, self.config, self.origin, mtp=self.mtp)
 
     def watched(
         self, tokens: Int[Array, "batch seq"], span: Span

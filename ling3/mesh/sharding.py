@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ling3.layers.adapted import AdaptedMatrix
+from ling3.layers.adapted import Adapted
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.leaves import ArrayLeaf, array_leaves
@@ -43,6 +43,11 @@ class Layout:
             part = read(share, number)
             arrays += [jax.device_put(part, device) for device in devices]
         return jax.make_array_from_single_device_arrays(share.stored(whole), self.shardings[i], arrays)
+
+    def put(self, i: int, whole: jax.Array) -> jax.Array:
+        """Array i on the mesh, from the unsharded one, which every process passes and reads on the host."""
+        read = np.asarray(whole)
+        return self.array(i, read.shape, lambda share, number: share.part(read, number))
 
     def local(self, i: int, whole: tuple[int, ...]) -> dict[int, list[Any]]:
         """The numbers of the parts of array i that this process has, with their devices; repeated parts count once."""
@@ -85,8 +90,6 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
     shares: list[Share] = []
     exchanges: dict[str, Exchange | Spread] = {}
     for leaf in array_leaves(model):
-        if any(isinstance(module, AdaptedMatrix) for module in leaf.around):
-            raise MeshError(f"{leaf.path} is of an adapter, which ling3 does not shard: merge it, and place the result")
         share, exchange = share_of(leaf, sizes, rules)
         _check_size(leaf, share)
         shares.append(share)
@@ -94,7 +97,8 @@ def plan(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Layout:
             if (spread := _spread(around, share, exchange, rules.batch)) is not None:
                 exchanges[leaf.path.rsplit(".", 2)[0]] = spread
         elif exchange != LOCAL:
-            exchanges[leaf.path.rpartition(".")[0]] = exchange
+            levels = 2 if isinstance(leaf.around[-2], Adapted) else 1  # a base's exchange is the adapted matrix's
+            exchanges[leaf.path.rsplit(".", levels)[0]] = exchange
     memory = None if rules.same_bits else rules.heads
     batch, heads = (axis if axis in sizes else None for axis in (rules.batch, memory))
     specs, around = tuple(share.spec for share in shares), tuple(exchanges.items())
@@ -147,8 +151,16 @@ def place(model: CausalLM, mesh: Mesh, rules: Rules | None = None) -> Sharded:
     The arrays pass through the host's memory one by one. Raises MeshError as `plan` does.
     """
     layout = plan(model, mesh, rules)
-    arrays = []
-    for i, value in enumerate(jax.tree.leaves(model)):
-        whole = np.asarray(value)
-        arrays.append(layout.array(i, whole.shape, lambda share, number, x=whole: share.part(x, number)))
-    return layout.model(model, arrays)
+    return layout.model(model, [layout.put(i, value) for i, value in enumerate(jax.tree.leaves(model))])
+
+
+def beside(model: Sharded, changed: CausalLM) -> Sharded:
+    """Places arrays beside those of a model that is on a mesh already, by the same rules.
+
+    `changed` is `model.whole` with more arrays: those are placed, and the arrays of `model`, which stay where they are,
+    take the place of their structures, in the same order. Raises MeshError as `plan` does.
+    """
+    layout, there = plan(changed, model.placement.mesh, model.placement.rules), iter(jax.tree.leaves(model))
+    leaves = enumerate(jax.tree.leaves(changed))
+    arrays = [next(there) if isinstance(x, jax.ShapeDtypeStruct) else layout.put(i, x) for i, x in leaves]
+    return layout.model(changed, arrays)
