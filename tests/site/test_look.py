@@ -13,6 +13,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 import ling3
 from ling3.interpret.look import TEMPLATE, page
 
+MARKED = str.maketrans({c: f"U+{ord(c):04X}" for c in "\u2028\u2029\u202c\u202e"})
+"""Characters that break lines or turn the direction of what follows, as the page shows them."""
 PROMPT = "Question: Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?\nAnswer:"
 
 pytestmark = in_a_browser
@@ -247,13 +249,14 @@ def test_texts_stay_text(browser, seen, tmp_path):
     assert set(texts) == set(HOSTILE) and clean.complaints() == []
     data = {**seen.data, "title": title, "tokens": [{"id": 0, "text": text} for text in texts]}
     shown = Shown(browser, tmp_path / "hostile.html", page(data | {"texts": dict.fromkeys(data["texts"], title)}))
-    assert [token.get_property("textContent") for token in shown.all(".token b")] == texts
+    marked = [text.translate(MARKED) for text in texts]
+    assert [token.get_property("textContent") for token in shown.all(".token b")] == marked
     assert shown["title"].get_property("textContent") == browser.title == title
-    for i, text in enumerate(texts):
+    for i, text in enumerate(marked):
         shown.all(".token")[i].click()
         assert f"“{text}”" in shown["sentence"].get_property("textContent") and shown.selected == i
         shown.press(Keys.ESCAPE)
-    assert title in shown["lens"].get_property("textContent")
+    assert title.translate(MARKED) in shown["lens"].get_property("textContent")
     assert parts(browser) <= expected and not is_hurt(browser) and shown.complaints() == []
 
 
