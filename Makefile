@@ -12,13 +12,13 @@ QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 WORKERS := -n 2 --dist worksteal
 
 # What the other targets leave out: a target of its own runs it.
-APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=tests/server --ignore=tests/evals/test_harness.py \
-	--ignore=tests/fleet/test_replicas.py --ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
+APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=tests/server --ignore=tests/distribution \
+	--ignore=tests/evals/test_harness.py --ignore=tests/fleet/test_replicas.py --ignore=tests/fleet/test_nodes.py --ignore=tests/fleet/test_ray_serve.py
 
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_collectives.py tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-.PHONY: demo test thorough lint types harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
+.PHONY: demo test thorough lint types wheel harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -36,6 +36,13 @@ lint: .venv/installed-dev
 
 types: .venv/installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The sdist and the wheel that is built from it, in dist/; both checked, and the wheel installed away from here.
+wheel: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) --durations=5 tests/distribution
 
 harness: .venv/installed-evals
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) tests/evals/test_harness.py
@@ -93,7 +100,7 @@ coverage: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(APART) -q --cov=ling3 --cov-report=term:skip-covered --cov-fail-under=90
 
 clean:
-	rm -rf .venv .jax_cache .pytest_cache .cache build *.egg-info docs/notebooks docs/look.html notebooks/*.ipynb
+	rm -rf .venv .jax_cache .pytest_cache .cache build dist *.egg-info docs/notebooks docs/look.html notebooks/*.ipynb
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -3,14 +3,11 @@
 The page is made from the template `look.html` and loads nothing: it has the data as JSON and a script that draws them.
 """
 
-import base64
 import dataclasses
-import hashlib
 import html
 import json
 import os
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +20,7 @@ from ling3.generate import generate
 from ling3.interpret.look_data import content, seen
 from ling3.interpret.trace import Trace
 from ling3.model import CausalLM
+from ling3.runtime.page_policy import content_policy
 from ling3.runtime.quoting import shown
 from ling3.runtime.scalars import is_whole
 from ling3.text.tokenizer import Tokenizer
@@ -110,10 +108,9 @@ def look(
 def page(data: Mapping[str, Any]) -> str:
     """The page that shows `data`. Texts in it cannot become HTML, and its security policy blocks all loading."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    policy = f"default-src 'none'; script-src {_hashed('script')}; style-src {_hashed('style')}"
     before, after = TEMPLATE.split("{{data}}")
     title = html.escape(data["title"]).encode("utf-8", "replace").decode("utf-8")
-    before = before.replace("{{policy}}", policy).replace("{{title}}", title)
+    before = before.replace("{{policy}}", content_policy(TEMPLATE)).replace("{{title}}", title)
     # Without <, no text can close the element around it. Lone surrogates cannot be encoded in UTF-8.
     text = text.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{before}{text}{after}"
@@ -148,9 +145,3 @@ def check_page_length(prompt: int, new_tokens: int, longest: int, context: int) 
             f"{own}, expected at most {longest:,} together (longest): a page has tokens² numbers per head; shorten "
             f"the prompt, or raise longest to {total:,}"
         )
-
-
-def _hashed(tag: str) -> str:
-    """The hash of the template's inline `tag` element, as a source in a Content-Security-Policy."""
-    [inside] = re.findall(f"<{tag}>(.*?)</{tag}>", TEMPLATE, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hostile_texts import HOSTILE
 from tiny import DEEP, FLASH, open_model
 
 import ling3
 from ling3.interpret.look import LONGEST, page, token_text
+from ling3.runtime.page_policy import content_policy
 
 pytestmark = pytest.mark.thorough
 
 IDS = np.random.default_rng(1).integers(3, DEEP.vocab_size, size=17).tolist()
 DIGITS = {"rtol": 5.1e-4, "atol": 1e-30}  # of four digits
 HALF = {"rtol": 2**-11, "atol": 2**-25}  # of float16, and of its subnormal numbers
-HOSTILE = "</script><img src=x onerror='document.title=1'> {{data}} {{policy}} \ud800"
+TEXTS = " \ud800 ".join(HOSTILE)
 
 
 class Elements(HTMLParser):
@@ -162,19 +164,18 @@ def test_tokens_without_a_text_have_one(nano, monkeypatch):
 
 
 def test_texts_are_data_and_never_html(seen):
-    tokens = [{"id": 0, "text": HOSTILE}] * len(IDS)
-    data = {**seen.data, "title": HOSTILE, "tokens": tokens, "texts": dict.fromkeys(seen.data["texts"], HOSTILE)}
+    tokens = [{"id": 0, "text": TEXTS}] * len(IDS)
+    data = {**seen.data, "title": TEXTS, "tokens": tokens, "texts": dict.fromkeys(seen.data["texts"], TEXTS)}
     whole = page(data)
     assert embedded(whole) == data
     clean, dirty = Elements(seen.html), Elements(whole)
     assert dirty.tags == clean.tags and "img" not in dirty.tags
-    assert dirty.title.startswith(HOSTILE[:-1]) and whole.encode("utf-8")
+    assert dirty.title.rstrip("\n") == TEXTS.replace("\ud800", "?") and whole.encode("utf-8")
 
 
-def test_the_page_loads_nothing_and_runs_its_own_script_alone(seen):
+def test_the_page_states_its_policy(seen):
     [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', seen.html)
-    assert re.fullmatch(r"default-src 'none'; script-src 'sha256-[\w+/=]+'; style-src 'sha256-[\w+/=]+'", policy)
-    assert not re.search(r"""(?:src|href)=|@import|url\(|innerHTML| on\w+="|style=""", seen.html)
+    assert policy == content_policy(seen.html)
 
 
 def test_a_notebook_has_it_in_a_frame_of_its_own(seen):

@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 from browser import chromium, contrast, emulated, in_a_browser
+from hostile_texts import HOSTILE, is_hurt, open_sinks, parts
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from starlette.applications import Starlette
@@ -17,10 +18,11 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 import ling3
+from ling3.runtime.page_policy import content_policy
 from ling3.server import page
 
 QUESTION = "Sam has 3 pens. He gets 4 more pens. How many pens does Sam have?"
-HOSTILE = "<img src=x onerror='document.title=1'> <b>3 + 4</b>"
+ANSWER = "<b>3 + 4</b>"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def scripted(serving):
         if question.isdigit():
             error = {"error": {"message": "top_p is 3"}} if question == "400" else None
             return JSONResponse(error, int(question), {"Retry-After": "7"} if question == "429" else None)
-        said = [{"reasoning_content": "3 and 4"}, {"content": HOSTILE}, {"content": "\n= 7"}]
+        said = [{"reasoning_content": "3 and 4"}, {"content": ANSWER}, {"content": "\n= 7"}]
 
         async def slowly():
             for event in events(*said, end=question != "break"):
@@ -110,11 +112,12 @@ def test_the_page_needs_no_key_and_runs_its_own_script_alone(nano, nano_app, ser
     with serving(nano_app(nano, keys=["secret"])) as address:
         answer = httpx.get(f"{address}/")
         assert httpx.get(f"{address}/v1/models").status_code == 401
-    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
-    assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["script-src"])
-    assert not re.search(r"""(?:src|href)=["'](?!data:)|@import|url\(|innerHTML| on\w+=|style=""", answer.text)
+    policy = answer.headers["content-security-policy"].removesuffix("; frame-ancestors 'none'")
+    assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in answer.text
+    assert policy == f"{content_policy(answer.text)}; img-src data:; connect-src 'self'"
+    assert answer.headers["content-security-policy"] != policy and answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_colours_are_told_apart():
@@ -190,7 +193,7 @@ def test_nano_offers_problems_to_click(url, browser):
 
 
 @in_a_browser
-def test_thinking_is_folded_and_text_stays_text(scripted, browser):
+def test_thinking_is_folded(scripted, browser):
     url, asked = scripted
     shown = Page(browser, url, thinking="on", system="Be short.", top_p="0.5")
     shown.ask(QUESTION)
@@ -198,13 +201,61 @@ def test_thinking_is_folded_and_text_stays_text(scripted, browser):
     fields = {"top_p": 0.5, "chat_template_kwargs": {"enable_thinking": True}, "stream": True, "model": "scripted"}
     assert fields.items() <= asked[-1].items() and "temperature" not in asked[-1]
     assert [message["role"] for message in asked[-1]["messages"]] == ["system", "user"]
-    assert item.find_elements("css selector", ".text")[1].text == f"{HOSTILE}\n= 7"
-    assert not shown.all("li img, li b") and browser.title == "scripted"
+    assert item.find_elements("css selector", ".text")[1].text == f"{ANSWER}\n= 7"
+    assert browser.title == "scripted"
     thought, summary = shown.all("details .text")[0], shown.all("summary")[0]
     assert (summary.text, thought.is_displayed()) == ("Thinking", False)
     summary.send_keys(Keys.ENTER)
     assert (thought.text, thought.is_displayed()) == ("3 and 4", True)
     assert shown.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def hostile(serving):
+    """The page over a server whose every text is hostile: the model's name, thinking, answers and errors."""
+    name = " ".join(HOSTILE)
+
+    async def models(request):
+        return JSONResponse({"data": [{"id": name}]})
+
+    async def chat(request):
+        question = (await request.json())["messages"][-1]["content"]
+        if question == "refuse":
+            return JSONResponse({"error": {"message": name}}, 400)
+        cut = [text[i : i + 5] for text in HOSTILE for i in range(0, len(text), 5)]  # as tokens would be
+        deltas = [{kind: part} for kind in ("reasoning_content", "content") for part in cut]
+        said = [*events(*deltas, end=question != "break")]
+        said += [f"data: {json.dumps({'error': {'message': name}})}\n\n"] if question == "break" else []
+        return StreamingResponse(iter(said), media_type="text/event-stream")
+
+    routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+    with serving(Starlette(routes=[Route("/", page.answer), *routes])) as address:
+        yield f"{address}/"
+
+
+@in_a_browser
+def test_hostile_texts_stay_text(hostile, scripted, browser):
+    """The page has no more kinds of elements than with plain texts, runs none of it, and tries to load nothing."""
+    plain, name = Page(browser, scripted[0]), " ".join(HOSTILE)
+    for i, question in enumerate(("answer", "400")):
+        plain.ask(question)
+        plain.answered(i + 1)
+    expected, shown = parts(browser), Page(browser, hostile)
+    for i, question in enumerate((name, "refuse", "break")):
+        shown.ask(question)
+        shown.answered(i + 1)
+    assert parts(browser) <= expected and not is_hurt(browser)
+    texts = [each.get_property("textContent") for each in shown.all("h1, .text")]
+    assert texts[:4] == [name, name, "".join(HOSTILE), "".join(HOSTILE)]
+    alerts = [each.get_property("textContent") for each in shown.all("[role=alert] p")]
+    assert alerts == [f"The server refuses this: {name}.", f"The server broke off: {name}."]
+    assert [each for each in shown.complaints() if "status of 400" not in each] == []
+
+
+@in_a_browser
+def test_the_policy_stops_what_a_fault_of_the_script_would_let_through(scripted, browser):
+    Page(browser, scripted[0])
+    assert open_sinks(browser) == [] and not is_hurt(browser)
 
 
 @in_a_browser
@@ -318,7 +369,7 @@ def test_regenerating_copying_and_beginning_anew(scripted, browser):
     assert asked[-1]["messages"] == [{"role": "user", "content": "one\ntwo"}]
     browser.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     shown.all(".assistant button")[0].click()
-    assert shown.wait(lambda: browser.execute_script("return window.copied")) == f"{HOSTILE}\n= 7"
+    assert shown.wait(lambda: browser.execute_script("return window.copied")) == f"{ANSWER}\n= 7"
     shown.named("New chat").click()
     shown.ask("again")
     shown.answered()

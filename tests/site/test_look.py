@@ -5,6 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 from browser import chromium, contrast, emulated, in_a_browser
+from hostile_texts import HOSTILE, is_hurt, open_sinks, parts
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -12,8 +13,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 import ling3
 from ling3.interpret.look import TEMPLATE, page
 
+MARKED = str.maketrans({c: f"U+{ord(c):04X}" for c in "\u2028\u2029\u202c\u202e"})
+"""Characters that break lines or turn the direction of what follows, as the page shows them."""
 PROMPT = "Question: Kate has 16 eggs. Then she gives away 12. How many eggs does Kate have?\nAnswer:"
-HOSTILE = "</script><img src=x onerror='document.title=1'><b>bold</b>"
 
 pytestmark = in_a_browser
 
@@ -240,12 +242,28 @@ def test_colours_are_told_apart():
 
 
 def test_texts_stay_text(browser, seen, tmp_path):
-    tokens = [{"id": 0, "text": HOSTILE}] * len(seen.data["tokens"])
-    data = {**seen.data, "title": HOSTILE, "tokens": tokens, "texts": dict.fromkeys(seen.data["texts"], HOSTILE)}
-    shown = Shown(browser, tmp_path / "hostile.html", page(data))
-    assert shown.all(".token b")[0].text == shown["title"].text == browser.title == HOSTILE
-    assert HOSTILE in shown["sentence"].text and HOSTILE in shown["lens"].text
-    assert not shown.all("img") and not shown.all(".token b b") and shown.complaints() == []
+    """The page of hostile texts has the elements of any other, whatever is selected, and tries to load nothing."""
+    clean, tokens = Shown(browser, tmp_path / "clean.html", seen.html), seen.data["tokens"]
+    expected, title = parts(browser), " ".join(HOSTILE)
+    texts = [HOSTILE[i % len(HOSTILE)] for i in range(len(tokens))]
+    assert set(texts) == set(HOSTILE) and clean.complaints() == []
+    data = {**seen.data, "title": title, "tokens": [{"id": 0, "text": text} for text in texts]}
+    shown = Shown(browser, tmp_path / "hostile.html", page(data | {"texts": dict.fromkeys(data["texts"], title)}))
+    marked = [text.translate(MARKED) for text in texts]
+    assert [token.get_property("textContent") for token in shown.all(".token b")] == marked
+    assert shown["title"].get_property("textContent") == browser.title == title
+    for i, text in enumerate(marked):
+        shown.all(".token")[i].click()
+        assert f"“{text}”" in shown["sentence"].get_property("textContent") and shown.selected == i
+        shown.press(Keys.ESCAPE)
+    assert title.translate(MARKED) in shown["lens"].get_property("textContent")
+    assert parts(browser) <= expected and not is_hurt(browser) and shown.complaints() == []
+
+
+def test_the_policy_stops_what_a_fault_of_the_script_would_let_through(browser, seen, tmp_path):
+    Shown(browser, tmp_path / "look.html", seen.html)
+    assert open_sinks(browser) == [] and not is_hurt(browser)
+    assert len(browser.get_log("browser")) >= 1
 
 
 def test_a_notebooks_frame_shows_it(browser, seen, tmp_path):

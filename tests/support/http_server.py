@@ -18,22 +18,9 @@ import uvicorn
 class Process:
     """`ling3 serve nano` as a process, with its log, after a shell's command such as `ulimit -n 256`."""
 
-    def __init__(self, *options, first=":"):
-        command = [
-            "sh",
-            "-c",
-            f'{first} && exec "$0" "$@"',
-            sys.executable,
-            "-m",
-            "ling3",
-            "serve",
-            "nano",
-            "--port",
-            "0",
-            "--max-running-requests",
-            "4",
-        ]
-        command += ["--max-model-len", "2048", *options]
+    def __init__(self, *options, first=":", ling3=(sys.executable, "-m", "ling3")):
+        command = ["sh", "-c", f'{first} && exec "$0" "$@"', *ling3, "serve", "nano", "--port", "0"]
+        command += ["--max-running-requests", "4", "--max-model-len", "2048", *options]
         programs = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, **streams, text=True, env={**os.environ, **programs})
@@ -74,8 +61,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(*options, first=":"):
-    started = Process(*options, first=first)
+def process(*options, **how):
+    started = Process(*options, **how)
     try:
         yield started
     finally:
