@@ -130,6 +130,18 @@ class WindowedConfig(TransformerConfig):
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
+def routing_misfits(config: Any, experts: str, groups: str, chosen: str) -> Iterable[str]:
+    """Problems of experts that are chosen in groups, of which `topk_group` stay; names of the config's other fields."""
+    count, parts, top_groups, top_k = (getattr(config, name) for name in (experts, groups, "topk_group", chosen))
+    if count % parts or (parts > 1 and count < 2 * parts):
+        expected = f"a divisor of {experts}, {count}, for groups of two experts or more"
+        yield f"{groups}: found {parts}; expected {expected}; correct one of them"
+    elif top_groups > parts:
+        yield f"topk_group: found {top_groups}; expected at most {groups}, {parts}; correct it"
+    elif top_k > (most := top_groups * count // parts):
+        yield f"{chosen}: found {top_k}; expected at most {most}; correct it"
+
+
 def gqa_config(config: TransformerConfig, **options: Any) -> GQAConfig:
     """The settings of the config's grouped-query attention, with `options` that a family adds."""
     return GQAConfig(

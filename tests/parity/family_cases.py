@@ -40,6 +40,23 @@ EXPERTS = {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+LATENT = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "num_key_value_heads": 4,
+    "num_mtp_layers": 0,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "topk_group": 2,
+    "v_head_dim": 12,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -63,6 +80,11 @@ CASES = {
         EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
     "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "deepseek-v3": ("DeepseekV3", LATENT),
+    "deepseek-v3, in one group, without ranks and YaRN": (
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_parameters": None},
+    ),
 }
 
 
@@ -90,6 +112,9 @@ def make(name: str, directory: pathlib.Path) -> FamilyCase:
             tensor.normal_(0, 0.3)
         else:
             tensor.uniform_(0.5, 1.5)
+    for buffer, tensor in theirs.named_buffers():
+        if buffer.endswith("correction_bias"):
+            tensor.normal_(0, 0.1)
     theirs.save_pretrained(directory)
     return FamilyCase(directory, theirs, ling3.load(directory, jnp.float32))
 

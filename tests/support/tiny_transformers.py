@@ -1,4 +1,4 @@
-"""A tiny checkpoint of each family of plain transformers, of numbers that any NumPy draws alike."""
+"""A tiny checkpoint of each family of transformers and hybrids, of numbers that any NumPy draws alike."""
 
 import functools
 import json
@@ -39,8 +39,30 @@ CASES = {
     "qwen2": (published.QWEN25_05B, {"use_sliding_window": True, "sliding_window": 12}),
     "qwen3": (published.QWEN3_06B, {"head_dim": 12}),
     "qwen3-moe": (published.QWEN3_30B_A3B, {"mlp_only_layers": [0], "num_hidden_layers": 2}),
+    "deepseek-v3": (
+        published.DEEPSEEK_V3,
+        {
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "n_group": 2,
+            "n_routed_experts": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "quantization_config": None,
+            "rope_scaling": published.DEEPSEEK_V3["rope_scaling"] | {"original_max_position_embeddings": 64},
+            "topk_group": 1,
+            "v_head_dim": 6,
+        },
+    ),
 }
 """Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
+
+HYBRIDS = ("deepseek-v3",)
+"""The cases whose mixers are others than grouped-query attention."""
 
 TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
 
@@ -95,6 +117,11 @@ FROZEN: dict[str, list[list[float]]] = {
         [-0.99925, 0.31407, 0.21964, 1.6541, -1.03581, -0.004, -1.09012, -0.75717],
         [-0.22096, -0.60633, 2.38237, -1.70744, 1.75005, -0.07131, 2.30847, 1.16489],
     ],
+    "deepseek-v3": [
+        [0.44799, -0.23778, 1.08543, 0.43995, 0.96936, -3.18526, -1.40176, 2.68511],
+        [1.93148, -1.07582, -0.15825, 2.34524, 0.77538, -2.75935, -2.48278, -0.08691],
+        [2.67262, -0.54192, 0.93751, -0.68842, -1.83106, -0.83937, -1.60951, -0.77075],
+    ],
 }
 """What transformers makes of `TOKENS` in float32: logits of some tokens, a row for each of some positions."""
 
@@ -104,5 +131,6 @@ GREEDY: dict[str, list[int]] = {
     "qwen2": [61, 61, 61, 61, 61, 53, 24, 42, 11, 11, 17, 27],
     "qwen3": [0, 44, 0, 44, 0, 44, 0, 44, 0, 44, 53, 6],
     "qwen3-moe": [12, 32, 31, 13, 21, 44, 31, 13, 29, 18, 6, 59],
+    "deepseek-v3": [60, 34, 43, 52, 18, 60, 27, 59, 60, 17, 17, 17],
 }
 """And its greedy continuations. `tests/parity/test_frozen_families.py` checks both, and prints them anew."""
