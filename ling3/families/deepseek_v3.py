@@ -1,8 +1,9 @@
-"""DeepSeek-V3 (`DeepseekV3ForCausalLM`; also Kimi-K2, Moonlight): MLA without a gate, over a sparse mixture of experts."""
+"""DeepSeek-V3, Kimi-K2 and Moonlight (`DeepseekV3ForCausalLM`): MLA without a gate, over sparse experts."""
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -35,7 +36,9 @@ class DeepseekV3Config(transformer.TransformerConfig):
         "scoring_func": Only(("sigmoid", None), "the router's scores are sigmoids", written=True),
         "topk_method": Only(("noaux_tc", None), "experts are chosen in groups, by biased scores", written=True),
     }
-    derived = {"qk_head_dim": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim}
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "qk_head_dim": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim
+    }
 
     head_dim: int = count(absent=lambda values: values["qk_rope_head_dim"])
     """`qk_rope_head_dim` again, which transformers writes."""

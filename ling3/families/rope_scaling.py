@@ -98,6 +98,20 @@ class RopeScaling:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
+def read_partial_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
+    """`read_scaling` for a family with a `partial_rotary_factor`.
+
+    The mrope fields say which channels take the positions of height and width in an image, which a text does not have.
+    """
+    dropped = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    given = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name) is not None}
+    kept = {
+        name: {key: value for key, value in own.items() if key not in dropped} if isinstance(own, Mapping) else own
+        for name, own in given.items()
+    }
+    return read_scaling(kept, problems)
+
+
 def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
     """A file's RoPE scaling, under either of its two names; None for RoPE's default kind."""
     given = pick(raw, ("rope_scaling", "rope_parameters"), problems)

@@ -7,6 +7,8 @@ writing strength beta:
 
 `recurrent_kda` applies it token by token and is the specification. `chunk_kda` computes the same result chunk by chunk
 with matrix products. Everything is in the dtype of `g`, which is float32 in the model (float64 in some tests).
+
+A `g` of one channel is the decay of all channels of a head: the gated delta rule (Gated DeltaNet, arXiv 2412.06464).
 """
 
 from typing import NoReturn, Protocol, runtime_checkable
@@ -32,7 +34,7 @@ class KDAStep(Protocol):
         q: Float[Array, "batch heads key"],
         k: Float[Array, "batch heads key"],
         v: Float[Array, "batch heads value"],
-        g: Float[Array, "batch heads key"],
+        g: Float[Array, "batch heads #key"],
         beta: Float[Array, "batch heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -50,7 +52,7 @@ class KDAInTurn(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -68,7 +70,7 @@ class KDALook(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -86,7 +88,7 @@ class ChunkKDA(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -102,7 +104,7 @@ def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
@@ -115,12 +117,12 @@ def output_and_factors(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[
     Float[Array, "batch heads value"],
-    Float[Array, "batch heads key"],
+    Float[Array, "batch heads #key"],
     Float[Array, "batch heads key"],
     Float[Array, "batch heads value"],
 ]:
@@ -137,7 +139,7 @@ def output_and_factors(
 
 def written(
     state: Float[Array, "batch heads key value"],
-    decay: Float[Array, "batch heads key"],
+    decay: Float[Array, "batch heads #key"],
     k: Float[Array, "batch heads key"],
     u: Float[Array, "batch heads value"],
 ) -> Float[Array, "batch heads key value"]:
@@ -149,7 +151,7 @@ def in_turn(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> NoReturn:
@@ -161,7 +163,7 @@ def recurrent_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
@@ -184,7 +186,7 @@ def state_norms(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> Float[Array, "batch seq heads"]:
@@ -203,7 +205,7 @@ def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
     *,
@@ -220,7 +222,8 @@ def chunk_kda(
         v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
 
     The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
-    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result.
+    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result. With
+    one g per head the bound plays no part: decays stand outside of the products.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
@@ -232,7 +235,11 @@ def chunk_kda(
     q, k, v, g = (rearrange(x, "b (n c) h d -> n b h c d", c=chunk) for x in (q, k, v, g))
     beta = rearrange(beta, "b (n c) h -> n b h c 1", c=chunk)
 
-    products, since_start, to_end = _decayed_products(k, jnp.concatenate([k, q], axis=-2), g, lower_bound)
+    lefts = jnp.concatenate([k, q], axis=-2)
+    if g.shape[-1] < k.shape[-1]:
+        products, since_start, to_end = _evenly_decayed_products(k, lefts, g)
+    else:
+        products, since_start, to_end = _decayed_products(k, lefts, g, lower_bound)
     kk, qk = jnp.split(products, 2, axis=-2)
     inverse = unit_lower_inverse(jnp.tril(beta * kk, -1))
     corrected = _matmul(inverse, beta * jnp.concatenate([v, k * since_start], axis=-1))
@@ -293,6 +300,23 @@ def _decayed_products(
         to_end = jnp.concatenate([to_end + total, total - inside], axis=-2)
     stacked = rearrange(jnp.stack(products, axis=-3), "... i (r s) j -> ... (r i s) j", r=blocks)
     return stacked, jnp.exp(jnp.concatenate(since_start, axis=-2)), jnp.exp(to_end)
+
+
+def _evenly_decayed_products(
+    right: Float[Array, "*chunks tokens key"],
+    lefts: Float[Array, "*chunks lefts key"],
+    g: Float[Array, "*chunks tokens 1"],
+) -> tuple[Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens 1"], Float[Array, "*chunks tokens 1"]]:
+    """`_decayed_products` for one decay per head: P_ij = e^{G_i - G_j} left_i · right_j, in one matrix product.
+
+    G_i - G_j is summed from j + 1 to i, for each j anew, so no large G cancels against another.
+    """
+    tokens, blocks = right.shape[-2], lefts.shape[-2] // right.shape[-2]
+    later = jnp.tril(jnp.ones((tokens, tokens), bool), -1).reshape(*[1] * (g.ndim - 2), tokens, tokens)
+    spans = jnp.cumsum(jnp.where(later, g, 0.0), axis=-2)  # [i, j]
+    products = _matmul(lefts, jnp.swapaxes(right, -1, -2)) * jnp.concatenate([jnp.exp(spans)] * blocks, axis=-2)
+    to_end = jnp.swapaxes(spans[..., -1:, :], -1, -2)
+    return products, jnp.exp(jnp.cumsum(g, axis=-2)), jnp.exp(to_end)
 
 
 def _masked_products(

@@ -30,6 +30,15 @@ SIZES = {
     "torch_dtype": "float32",
     "vocab_size": 64,
 }
+DELTA = {
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 12,
+}
 CASES = {
     "llama": (
         published.LLAMA_32_1B,
@@ -58,10 +67,11 @@ CASES = {
             "v_head_dim": 6,
         },
     ),
+    "qwen3-next": (published.QWEN3_NEXT_80B_A3B, DELTA | {"mlp_only_layers": [0], "num_hidden_layers": 2}),
 }
 """Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
 
-HYBRIDS = ("deepseek-v3",)
+HYBRIDS = ("deepseek-v3", "qwen3-next")
 """The cases whose mixers are others than grouped-query attention."""
 
 TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
@@ -75,7 +85,8 @@ def write(name: str, directory: pathlib.Path) -> None:
     for weight in sorted(weight_names(read_config(directory)), key=lambda weight: weight.name):
         numbers = draw.standard_normal(weight.shape)
         if weight.name.endswith("norm.weight"):
-            numbers = 1 + 0.2 * numbers
+            centered = base["model_type"].startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in weight.name
+            numbers = (not centered) + 0.2 * numbers
         else:
             numbers *= 0.2 if "embed" in weight.name or weight.name.endswith("bias") else 1.5 * weight.shape[-1] ** -0.5
         tensors[weight.name] = numbers.astype(np.float32)
@@ -122,6 +133,11 @@ FROZEN: dict[str, list[list[float]]] = {
         [1.93148, -1.07582, -0.15825, 2.34524, 0.77538, -2.75935, -2.48278, -0.08691],
         [2.67262, -0.54192, 0.93751, -0.68842, -1.83106, -0.83937, -1.60951, -0.77075],
     ],
+    "qwen3-next": [
+        [1.53033, 0.86038, 0.014, 0.46543, 0.29386, -0.88497, -1.25832, 0.69581],
+        [-1.4523, 3.16344, 1.62548, 1.91086, 3.13867, -3.16015, 0.37685, -2.16887],
+        [0.26143, 2.95605, 0.2074, 0.5542, -1.71612, 0.67614, 1.97955, -0.59895],
+    ],
 }
 """What transformers makes of `TOKENS` in float32: logits of some tokens, a row for each of some positions."""
 
@@ -132,5 +148,6 @@ GREEDY: dict[str, list[int]] = {
     "qwen3": [0, 44, 0, 44, 0, 44, 0, 44, 0, 44, 53, 6],
     "qwen3-moe": [12, 32, 31, 13, 21, 44, 31, 13, 29, 18, 6, 59],
     "deepseek-v3": [60, 34, 43, 52, 18, 60, 27, 59, 60, 17, 17, 17],
+    "qwen3-next": [26, 9, 32, 52, 21, 11, 8, 27, 50, 27, 52, 11],
 }
 """And its greedy continuations. `tests/parity/test_frozen_families.py` checks both, and prints them anew."""
