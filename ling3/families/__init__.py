@@ -21,6 +21,8 @@ from ling3.families import (
     mistral,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -196,5 +198,6 @@ def _named(raw: dict[str, Any], source: str) -> Family:
     raise ConfigError(source, [problem])
 
 
-for _module in (ling3, deepseek_v3, deepseek_v4, kimi_linear, llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_next):
+_HYBRIDS = (ling3, deepseek_v3, deepseek_v4, kimi_linear, qwen3_next, qwen3_5, qwen3_5_moe)
+for _module in (*_HYBRIDS, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)

@@ -81,7 +81,7 @@ class SparseFields(ExpertFields):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3MoeConfig(SparseFields, Qwen3Fields):
+class Qwen3MoeConfig(Qwen3Fields, SparseFields):
     """The fields of a Qwen3-MoE config (Qwen Team, arXiv 2505.09388, §2). Raises ConfigError."""
 
     architecture = "Qwen3MoeForCausalLM"

@@ -94,7 +94,7 @@ class HybridFields(transformer.TransformerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig(SparseFields, HybridFields):
+class Qwen3NextConfig(HybridFields, SparseFields):
     """The fields of a Qwen3-Next config. Raises ConfigError."""
 
     architecture = "Qwen3NextForCausalLM"

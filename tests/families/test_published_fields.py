@@ -17,7 +17,10 @@ from published_transformers import (
     QWEN3_06B,
     QWEN3_30B_A3B,
     QWEN3_CODER_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
     QWEN25_05B,
+    QWEN35_9B,
+    QWEN35_35B_A3B,
     R1_DISTILL_QWEN_15B,
     SMOLLM2_135M,
     TINYLLAMA_11B,
@@ -47,6 +50,9 @@ PUBLISHED = {
     "DeepSeek-V3": DEEPSEEK_V3 | {"quantization_config": None},
     "Kimi-K2": KIMI_K2 | {"quantization_config": None},
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "Qwen3.5-9B": QWEN35_9B,
+    "Qwen3.5-35B-A3B": QWEN35_35B_A3B,
 }
 EVERY = {
     "_attn_implementation_autoset": True,  # transformers 4.46 to 4.51
@@ -120,6 +126,8 @@ def test_yarn_s_first_checkpoints_say_that_they_were_trained_so(tmp_path):
         (DEEPSEEK_V3, "rope_interleave", False),
         (DEEPSEEK_V3, "scoring_func", "softmax"),
         (DEEPSEEK_V3, "topk_method", "greedy"),
+        (QWEN3_NEXT_80B_A3B, "attn_output_gate", False),
+        (QWEN3_NEXT_80B_A3B, "use_sliding_window", True),
     ],
 )
 def test_what_changes_the_numbers_stays_refused(tmp_path, raw, field, value):

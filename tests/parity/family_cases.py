@@ -57,6 +57,14 @@ LATENT = {
     "topk_group": 2,
     "v_head_dim": 12,
 }
+DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 12,
+    "num_hidden_layers": 4,
+}
+SHARED = {"shared_expert_intermediate_size": 24}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -85,6 +93,16 @@ CASES = {
         "DeepseekV3",
         LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_parameters": None},
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, **SHARED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "qwen3-next, some dense, with biases": (
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, **SHARED, "attention_bias": True, "linear_num_value_heads": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**EXPERTS, **DELTA, **SHARED}),
 }
 
 
@@ -101,15 +119,20 @@ def make(name: str, directory: pathlib.Path) -> FamilyCase:
     """The case of a name in `CASES`."""
     family, fields = CASES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | fields)
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config_class(**SIZES | fields)
     theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for weight, tensor in theirs.named_parameters():
         if tensor.ndim > 1 and "embed" not in weight:
             tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
         elif "embed" in weight:
             tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
+        elif weight.endswith(("A_log", "dt_bias")):
+            tensor.uniform_(-4.0, 1.0)
         elif weight.endswith("bias"):
             tensor.normal_(0, 0.3)
+        elif hasattr(config, "linear_num_value_heads") and "linear_attn" not in weight:
+            tensor.uniform_(-0.5, 0.5)  # zero-centered norms
         else:
             tensor.uniform_(0.5, 1.5)
     for buffer, tensor in theirs.named_buffers():

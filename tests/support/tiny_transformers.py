@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 import numpy as np
 import published_transformers as published
@@ -31,14 +32,25 @@ SIZES = {
     "vocab_size": 64,
 }
 DELTA = {
-    "full_attention_interval": 2,
     "linear_key_head_dim": 6,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 8,
-    "partial_rotary_factor": 0.5,
-    "shared_expert_intermediate_size": 12,
+    "num_hidden_layers": 2,
 }
+TEXT = {
+    **DELTA,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": published.QWEN35_9B["text_config"]["rope_parameters"] | {"partial_rotary_factor": 0.5},
+}
+SHARED = {"shared_expert_intermediate_size": 12}
+
+
+def text(name: str, whole: dict[str, Any]) -> dict[str, Any]:
+    """The config of a published one's text model, as transformers' class of this name has it."""
+    return {**whole["text_config"], "architectures": [name], "torch_dtype": "float32"}
+
+
 CASES = {
     "llama": (
         published.LLAMA_32_1B,
@@ -67,11 +79,16 @@ CASES = {
             "v_head_dim": 6,
         },
     ),
-    "qwen3-next": (published.QWEN3_NEXT_80B_A3B, DELTA | {"mlp_only_layers": [0], "num_hidden_layers": 2}),
+    "qwen3-next": (
+        published.QWEN3_NEXT_80B_A3B,
+        {**DELTA, **SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "partial_rotary_factor": 0.5},
+    ),
+    "qwen3.5": (text("Qwen3_5ForCausalLM", published.QWEN35_9B), TEXT | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": (text("Qwen3_5MoeForCausalLM", published.QWEN35_35B_A3B), TEXT | SHARED),
 }
 """Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
 
-HYBRIDS = ("deepseek-v3", "qwen3-next")
+HYBRIDS = ("deepseek-v3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """The cases whose mixers are others than grouped-query attention."""
 
 TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
@@ -138,6 +155,16 @@ FROZEN: dict[str, list[list[float]]] = {
         [-1.4523, 3.16344, 1.62548, 1.91086, 3.13867, -3.16015, 0.37685, -2.16887],
         [0.26143, 2.95605, 0.2074, 0.5542, -1.71612, 0.67614, 1.97955, -0.59895],
     ],
+    "qwen3.5": [
+        [-0.0531, -1.16339, 0.48477, 0.60852, 1.06331, 0.01184, 1.79974, 1.1301],
+        [0.21268, 0.87795, 0.45285, 1.2202, 1.55288, -2.68993, -1.26333, -0.53033],
+        [1.14947, -1.65334, 0.37004, -0.09698, 0.72693, -0.93988, 0.47938, 1.38947],
+    ],
+    "qwen3.5-moe": [
+        [0.05775, -1.89078, 0.23582, 0.27013, 0.73744, -2.45133, 0.41787, 2.37376],
+        [-0.82134, 1.30171, -2.29461, -1.44601, -1.20478, -1.39501, -1.32467, 0.1969],
+        [-1.16021, -2.26772, 0.10989, -1.72279, 3.04816, 1.40844, 0.61973, 1.80871],
+    ],
 }
 """What transformers makes of `TOKENS` in float32: logits of some tokens, a row for each of some positions."""
 
@@ -149,5 +176,7 @@ GREEDY: dict[str, list[int]] = {
     "qwen3-moe": [12, 32, 31, 13, 21, 44, 31, 13, 29, 18, 6, 59],
     "deepseek-v3": [60, 34, 43, 52, 18, 60, 27, 59, 60, 17, 17, 17],
     "qwen3-next": [26, 9, 32, 52, 21, 11, 8, 27, 50, 27, 52, 11],
+    "qwen3.5": [12, 7, 54, 33, 58, 32, 12, 17, 8, 7, 28, 57],
+    "qwen3.5-moe": [21, 36, 12, 47, 6, 52, 55, 34, 19, 61, 30, 3],
 }
 """And its greedy continuations. `tests/parity/test_frozen_families.py` checks both, and prints them anew."""
