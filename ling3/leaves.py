@@ -7,6 +7,7 @@ from typing import Any, get_args
 import jax
 
 from ling3.layers.adapted import Adapted
+from ling3.layers.conv import ShortConv
 from ling3.layers.draw import axes
 from ling3.layers.linear import Matrix
 
@@ -39,7 +40,7 @@ class ArrayLeaf:
     @property
     def axes(self) -> tuple[str, ...]:
         """The name of each dimension, from its matrix or the field's annotation; empty if neither states them."""
-        if isinstance(self.module, Matrix):
+        if isinstance(self.module, Matrix | ShortConv):
             return self.module.axes[: self.value.ndim]  # a bias has only the first ones
         if stated := axes(type(self.module), self.field):
             return stated

@@ -35,7 +35,7 @@ import ling3
 from ling3.cache import CacheSpec, Span
 from ling3.interpret.ablate import no_output_gate, no_rope
 from ling3.interpret.inspect import report
-from ling3.layers.rope import rotate
+from ling3.layers.rope import Rope
 from ling3.runtime import plots
 from ling3.train.nano.problems import ask, problems
 from ling3.train.nano.skills import SKILLS
@@ -132,8 +132,8 @@ def queries_and_entries(mla, x):
     """q_nope [T, H, N], q_rope [T, H, P], and to be cached: c [T, R], k_rope [T, P]."""
     q = mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))).reshape(T, H, N + P)
     compressed = mla.kv_a_proj_with_mqa(x)
-    k_rope = rotate(compressed[None, :, None, R:], positions, mla.rope_theta)[0, :, 0]
-    q_rope = rotate(q[None, ..., N:], positions, mla.rope_theta)[0]
+    k_rope = mla.rotation(compressed[None, :, None, R:], positions)[0, :, 0]
+    q_rope = mla.rotation(q[None, ..., N:], positions)[0]
     return q[..., :N], q_rope, mla.kv_a_layernorm(compressed[:, :R]), k_rope
 
 
@@ -316,12 +316,12 @@ assert (round(mha), round(mla_intensity)) == (1, 30)
 # $$(\mathcal R_i\,q)\cdot(\mathcal R_j\,k) = q\cdot \mathcal R_{j-i}\,k .$$
 
 # %%
-theta = mla.rope_theta
+theta = nano.config.rope_theta
 q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 16))) for _ in range(2))
 
 
 def rotated(x, position):
-    return rotate(x, jnp.full((1, 1), position, jnp.int32), theta)[0, 0, 0]
+    return mla.rotation(x, jnp.full((1, 1), position, jnp.int32))[0, 0, 0]
 
 
 for i, j in ((5, 2), (105, 102), (1005, 1002)):
@@ -341,9 +341,10 @@ for i, j in ((5, 2), (105, 102), (1005, 1002)):
 W_uk = np.asarray(mla.kv_b_proj.weight.reshape(4, 64, 64)[:, :32])  # nano's [heads, N, R]
 distances = np.unique(np.geomspace(1, 2048, 40).astype(int))
 rows = jnp.asarray(np.swapaxes(W_uk, 1, 2))  # each latent channel's vector in the head's key space
-change = []
+turn, change = Rope.plain(theta, 32, interleaved=True), []
 for d in distances:
-    turned = rotate(rows[None].reshape(1, 1, -1, 32), jnp.full((1, 1), d, jnp.int32), theta).reshape(rows.shape)
+    turned = turn(rows.reshape(1, 1, -1, 32), jnp.full((1, 1), d, jnp.int32))
+    turned = turned.reshape(rows.shape)
     change.append(float(jnp.linalg.norm(turned - rows) / jnp.linalg.norm(rows)))
 fig, ax = plt.subplots(figsize=(7, 2.8))
 ax.semilogx(distances, change, color=plots.MLA)
@@ -379,7 +380,7 @@ for own in strings:
     k = mla.kv_b_proj(mla.kv_a_layernorm(compressed[:, :64])).reshape(len(ids), 4, 64)[..., :32]
     for name in looked:
         at = jnp.arange(len(ids), dtype=jnp.int32)[None] * (name == "as trained")  # turned by 0 is not turned
-        q_rope, k_turned = rotate(q[..., 32:], at, mla.rope_theta)[0], rotate(k_rope, at, mla.rope_theta)[0, :, 0]
+        q_rope, k_turned = mla.rotation(q[..., 32:], at)[0], mla.rotation(k_rope, at)[0, :, 0]
         scores = jnp.einsum("ihn,jhn->hij", q[0, ..., :32], k) + jnp.einsum("ihp,jp->hij", q_rope, k_turned)
         seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
         weights = np.asarray(jax.nn.softmax(jnp.where(seen, scores * 48**-0.5, -jnp.inf), axis=-1))

@@ -74,7 +74,8 @@ def norm(module):
 
 
 def rope(module):
-    module.rotate(numbers(BATCH, SEQ, 2, 4), WHOLE.positions(SEQ), 10000.0)
+    for interleaved in (True, False):
+        module.Rope.plain(1e4, 4, interleaved)(numbers(BATCH, SEQ, 2, 4), WHOLE.positions(SEQ))
 
 
 def linear(module):
@@ -509,7 +510,8 @@ def test_every_array_type_is_checked(file, tmp_path, monkeypatch):
 
 
 # All sizes differ, so that none can stand for another.
-CONFIG = MLAConfig(hidden=32, heads=3, q_rank=12, latent=16, nope=8, rope=4, value=6, eps=1e-6, std=0.2)
+ROTATION = Rope.plain(1e4, 4, interleaved=True)
+CONFIG = MLAConfig(32, 3, q_rank=12, latent=16, nope=8, rope=4, value=6, eps=1e-6, std=0.2, rotation=ROTATION)
 FREE = {"batch": BATCH, "seq": SEQ, "1": 1, "any": 7}
 SIZES = {**vars(CONFIG), **FREE, "entry": CONFIG.latent + CONFIG.rope, "nope+rope": CONFIG.nope + CONFIG.rope}
 SIZES["heads·(nope+value)"] = CONFIG.heads * (CONFIG.nope + CONFIG.value)

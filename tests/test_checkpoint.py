@@ -584,7 +584,7 @@ class TestSave:
     def test_mla_without_rope_and_the_layers_by_their_attention(self, directory, tmp_path):
         write(directory, dataclasses.replace(CONFIG, mla_rope=False), STORED)
         model = load(directory)
-        assert [layer.attention.rope_theta for layer in model.model.layers[3:]] == [None]
+        assert [layer.attention.rotation for layer in model.model.layers[3:]] == [None]
         save(model, tmp_path / "out")
         raw = json.loads((tmp_path / "out" / "config.json").read_text())
         assert (raw["use_mla_nope"], raw["model_type"]) == (True, "bailing_hybrid")

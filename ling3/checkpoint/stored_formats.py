@@ -53,9 +53,10 @@ def as_stored(config: Any, source: StoredTensors, *, mtp: bool = False) -> tuple
 
 def _with_stored_formats(config: Any, source: StoredTensors, mtp: bool) -> Any:
     """The config with each matrix in the format that the headers show; unchanged if it agrees with them already."""
-    if not family_of(config).formats_in_headers and not any(tensor.block for tensor in source.values()):
+    said = quantization_of(config)
+    by_headers = family_of(config).formats_in_headers and (said is None or said.method == "fp8")
+    if not by_headers and not any(tensor.block for tensor in source.values()):
         return config
-    said = config.quantization_config
     plain = in_floats(config)
     stored: dict[str, Scheme | None] = {}
     for leaf, placed in stored_parts(structure(plain, mtp=mtp), source):

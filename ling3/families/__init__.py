@@ -12,7 +12,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from ling3.families import deepseek_v4, kimi_linear, ling3, llama, mistral, qwen2, qwen3, qwen3_moe
+from ling3.families import (
+    deepseek_v3,
+    deepseek_v4,
+    kimi_linear,
+    ling3,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from ling3.families.config_fields import ConfigError, as_object, found, read_json
 from ling3.families.family import Family, Place
 from ling3.families.gguf import Contents, GgufArchitecture
@@ -185,5 +198,6 @@ def _named(raw: dict[str, Any], source: str) -> Family:
     raise ConfigError(source, [problem])
 
 
-for _module in (ling3, deepseek_v4, kimi_linear, llama, mistral, qwen2, qwen3, qwen3_moe):
+_HYBRIDS = (ling3, deepseek_v3, deepseek_v4, kimi_linear, qwen3_next, qwen3_5, qwen3_5_moe)
+for _module in (*_HYBRIDS, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)

@@ -123,7 +123,7 @@ class KimiLinearConfig:
     def _misfits(self) -> Iterable[str]:
         """Problems between fields that are valid by themselves."""
         kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
-        layers, groups = self.num_hidden_layers, self.num_expert_group
+        layers = self.num_hidden_layers
         if wrong := sorted({*range(1, layers + 1)} ^ {*kda, *full} | {*kda} & {*full}):
             yield (
                 f"linear_attn_config: found layers {wrong} in neither list, in both, or beyond the last; expected each "
@@ -131,13 +131,7 @@ class KimiLinearConfig:
             )
         if self.first_k_dense_replace > layers:
             yield f"first_k_dense_replace: found {self.first_k_dense_replace}; expected at most {layers}; correct it"
-        if self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
-            expected = f"a divisor of num_experts, {self.num_experts}, for groups of two experts or more"
-            yield f"num_expert_group: found {groups}; expected {expected}; correct one of them"
-        elif self.topk_group > groups:
-            yield f"topk_group: found {self.topk_group}; expected at most num_expert_group, {groups}; correct it"
-        elif self.num_experts_per_token > (most := self.topk_group * self.num_experts // groups):
-            yield f"num_experts_per_token: found {self.num_experts_per_token}; expected at most {most}; correct it"
+        yield from transformer.routing_misfits(self, "num_experts", "num_expert_group", "num_experts_per_token")
 
     @property
     def max_position_embeddings(self) -> int:
@@ -225,7 +219,6 @@ def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
         value=config.v_head_dim,
         eps=LATENT_EPS,
         std=std,
-        rope_theta=None,
         gate_law="none",
     )
     moe = MoEConfig(

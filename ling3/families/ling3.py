@@ -28,6 +28,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE, MoEConfig, Router
 from ling3.layers.norm import RMSNorm
+from ling3.layers.rope import Rope
 from ling3.model import CausalLM, Decoder, DecoderLayer
 from ling3.mtp import MTP
 from ling3.ops.swiglu import SWIGLU, SwiGLU
@@ -62,7 +63,7 @@ def mla_config(config: Ling3Config) -> MLAConfig:
         value=config.v_head_dim,
         eps=config.rms_norm_eps,
         std=config.initializer_range,
-        rope_theta=config.rope_theta if config.mla_rope else None,
+        rotation=Rope.plain(config.rope_theta, config.qk_rope_head_dim, interleaved=True) if config.mla_rope else None,
         gate_law=config.mla_output_gate,
     )
 

@@ -78,19 +78,38 @@ class RopeScaling:
         ramp = np.clip((np.arange(head_dim // 2) - first) / (last - first if last != first else 0.001), 0, 1)
         return ramp * plain / self.factor + (1 - ramp) * plain
 
-    def _magnitude(self) -> float:
-        def scale(mscale: float) -> float:
-            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+    @property
+    def score_factor(self) -> float:
+        """The factor of MLA's scores: (0.1 mscale_all_dim ln(factor) + 1)², or 1 without that field (DeepSeek-V3)."""
+        return 1.0 if self.mscale_all_dim is None else self._scale(self.mscale_all_dim) ** 2
 
+    def _magnitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return scale(self.mscale) / scale(self.mscale_all_dim)
-        return scale(1.0)
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    def _scale(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as in `config.json`, without those that are None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def read_partial_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:
+    """`read_scaling` for a family with a `partial_rotary_factor`.
+
+    The mrope fields say which channels take the positions of height and width in an image, which a text does not have.
+    """
+    dropped = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    given = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name) is not None}
+    kept = {
+        name: {key: value for key, value in own.items() if key not in dropped} if isinstance(own, Mapping) else own
+        for name, own in given.items()
+    }
+    return read_scaling(kept, problems)
 
 
 def read_scaling(raw: Mapping[str, Any], problems: list[str]) -> Any:

@@ -50,6 +50,8 @@ class TransformerConfig:
     """Published fields of which ling3 computes only some values."""
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     """Published fields that repeat others, as functions of the config."""
+    harmless: ClassVar[tuple[str, ...]] = ()
+    """Published fields that change nothing here."""
 
     vocab_size: int = field(ge=1, le=2**24)
     hidden_size: int = size()
@@ -92,16 +94,21 @@ class TransformerConfig:
         yield from too_large(2 * self.vocab_size * self.hidden_size + layers)
 
     @property
+    def rotary_dim(self) -> int:
+        """The number of channels of a head that are rotated."""
+        return self.head_dim
+
+    @property
     def rope(self) -> Rope:
         """The rotary embedding of queries and keys."""
         if self.rope_scaling is None:
-            return Rope.plain(self.rope_theta, self.head_dim)
-        return self.rope_scaling.rope(self.rope_theta, self.head_dim, self.max_position_embeddings)
+            return Rope.plain(self.rope_theta, self.rotary_dim)
+        return self.rope_scaling.rope(self.rope_theta, self.rotary_dim, self.max_position_embeddings)
 
     @classmethod
     def from_dict(cls: type[_Config], raw: object, source: str = "config.json") -> _Config:
         """Reads the config from the JSON object `raw`, accounting for every field; errors name `source`."""
-        return read(cls, raw, source, only=cls.only, derived=cls.derived)
+        return read(cls, raw, source, only=cls.only, derived=cls.derived, harmless=cls.harmless)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as the published `config.json` has them."""
@@ -130,6 +137,18 @@ class WindowedConfig(TransformerConfig):
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
+def routing_misfits(config: Any, experts: str, groups: str, chosen: str) -> Iterable[str]:
+    """Problems of experts that are chosen in groups, of which `topk_group` stay; names of the config's other fields."""
+    count, parts, top_groups, top_k = (getattr(config, name) for name in (experts, groups, "topk_group", chosen))
+    if count % parts or (parts > 1 and count < 2 * parts):
+        expected = f"a divisor of {experts}, {count}, for groups of two experts or more"
+        yield f"{groups}: found {parts}; expected {expected}; correct one of them"
+    elif top_groups > parts:
+        yield f"topk_group: found {top_groups}; expected at most {groups}, {parts}; correct it"
+    elif top_k > (most := top_groups * count // parts):
+        yield f"{chosen}: found {top_k}; expected at most {most}; correct it"
+
+
 def gqa_config(config: TransformerConfig, **options: Any) -> GQAConfig:
     """The settings of the config's grouped-query attention, with `options` that a family adds."""
     return GQAConfig(
@@ -150,14 +169,18 @@ def build(
     *,
     key: PRNGKeyArray,
     dtype: DTypeLike,
+    zero_centered: bool = False,
 ) -> CausalLM:
-    """The model with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer; no `lm_head` if it is tied."""
+    """The model with `mixer(layer, key)` and `feed_forward(layer, key)` in each layer; no `lm_head` if it is tied.
+
+    `zero_centered` is its norms'.
+    """
     embedding, head, *keys = jax.random.split(key, 2 + config.num_hidden_layers)
     sizes = (config.vocab_size, config.hidden_size)
     options = {"dtype": dtype, "std": config.initializer_range, "axes": ("vocab", "hidden")}
 
     def norm() -> RMSNorm:
-        return RMSNorm.init(config.hidden_size, config.rms_norm_eps)
+        return RMSNorm.init(config.hidden_size, config.rms_norm_eps, zero_centered)
 
     def layer(i: int, own: PRNGKeyArray) -> DecoderLayer:
         first, second = jax.random.split(own)

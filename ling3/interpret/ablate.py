@@ -47,7 +47,7 @@ MECHANISMS = {
     "decay bound": "lower_bound",
     "writing strength": "b_proj",
     "short convolution": r"\w+_conv1d",
-    "rotary embedding": r"rope_theta|rotation",
+    "rotary embedding": "rotation",
     "norms of q and k": r"[qk]_norm",
     "attention sink": "attn_sink",
     "sliding window": "sliding_window",

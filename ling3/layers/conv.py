@@ -1,6 +1,4 @@
-"""The short causal convolution in front of KDA's queries, keys and values."""
-
-from typing import Annotated
+"""The short causal convolution in front of the queries, keys and values of KDA and Gated DeltaNet."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -18,13 +16,15 @@ class ShortConv(eqx.Module):
     as [channels, 1, taps].
     """
 
-    weight: Annotated[Float[Array, "channels taps"], "heads·head_dim taps"]
+    weight: Float[Array, "channels taps"]
     name: str = eqx.field(static=True, default="")
+    axes: tuple[str, ...] = eqx.field(static=True, default=("heads", "taps"))
+    """The name of each dimension, as of a `Matrix`: where channels are not those of heads in order, it is another."""
 
     @staticmethod
-    def init(channels: int, taps: int, *, key: PRNGKeyArray) -> "ShortConv":
+    def init(channels: int, taps: int, *, key: PRNGKeyArray, axes: tuple[str, ...] = ("heads", "taps")) -> "ShortConv":
         """Random weights from N(0, 1/taps), float32."""
-        return ShortConv(normal(key, (channels, taps), jnp.float32, taps**-0.5))
+        return ShortConv(normal(key, (channels, taps), jnp.float32, taps**-0.5), axes=axes)
 
     @scoped
     def __call__(

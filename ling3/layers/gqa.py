@@ -16,7 +16,7 @@ from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.ops.attention import BLOCK, PerHead
-from ling3.ops.precision import Wide
+from ling3.ops.precision import Wide, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,10 @@ class GQAConfig:
     bias: bool = False
     """Whether queries, keys and values have biases."""
     output_bias: bool = False
+    zero_centered: bool = False
+    """Whether the norms multiply by 1 + w."""
+    gated: bool = False
+    """Whether `q_proj` computes an output gate too."""
 
 
 class GQA(eqx.Module):
@@ -49,9 +53,12 @@ class GQA(eqx.Module):
 
     The norms (Qwen3) and the rotation may be absent. Keys and values are cached in pages. With a `window` W, a query
     attends to its own token and the W - 1 before it (Mistral 7B, arXiv 2310.06825, §2).
+
+    A rotation of fewer channels than head_dim turns the first ones of each head. A `gated` layer's `q_proj` has the
+    rows [query | gate] of each head, and y = o_proj(sigmoid(gate) · o), element by element (Qwen3-Next).
     """
 
-    q_proj: Annotated[Matrix, "heads·head_dim hidden"]
+    q_proj: Annotated[Matrix, "heads·head_dim hidden"]  # 2·head_dim rows a head if it is gated
     k_proj: Annotated[Matrix, "kv_heads·head_dim hidden"]
     v_proj: Annotated[Matrix, "kv_heads·head_dim hidden"]
     o_proj: Annotated[Matrix, "hidden heads·head_dim"]
@@ -60,17 +67,21 @@ class GQA(eqx.Module):
     head_dim: int = eqx.field(static=True)
     rotation: Rope | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    gated: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(config: GQAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "GQA":
         """Random weights, and zero biases if there are any."""
-        draw = Draw(GQA, vars(config), iter(jax.random.split(key, 4)), dtype, config.std)
+        keys, eps = iter(jax.random.split(key, 4)), config.norm_eps
+        draw = Draw(GQA, vars(config), keys, dtype, config.std)
+        doubled = vars(config) | {"heads": 2 * config.heads} if config.gated else vars(config)
+        draw_queries = Draw(GQA, doubled, keys, dtype, config.std)
 
         def norm() -> RMSNorm | None:
-            return None if config.norm_eps is None else RMSNorm.init(config.head_dim, config.norm_eps)
+            return None if eps is None else RMSNorm.init(config.head_dim, eps, config.zero_centered)
 
         return GQA(
-            q_proj=draw("q_proj", bias=config.bias),
+            q_proj=draw_queries("q_proj", bias=config.bias),
             k_proj=draw("k_proj", bias=config.bias),
             v_proj=draw("v_proj", bias=config.bias),
             o_proj=draw("o_proj", bias=config.output_bias),
@@ -79,6 +90,7 @@ class GQA(eqx.Module):
             head_dim=config.head_dim,
             rotation=config.rope,
             window=config.window,
+            gated=config.gated,
         )
 
     @property
@@ -89,7 +101,7 @@ class GQA(eqx.Module):
     @property
     def heads(self) -> int:
         """The number of query heads on this device."""
-        return self.q_proj.out_features // self.head_dim
+        return self.q_proj.out_features // ((1 + self.gated) * self.head_dim)
 
     @property
     def kv_heads(self) -> int:
@@ -113,9 +125,12 @@ class GQA(eqx.Module):
         Without a cache, tokens attend causally within the span only, and the result is differentiable.
         """
         positions = span.positions(x.shape[1])
-        q, entries = self.queries(x, positions, span.execution), self.entries(x, positions, span.execution)
+        q, gate = self.queries(x, positions, span.execution)
+        entries = self.entries(x, positions, span.execution)
         state = None if state is None else state.append(entries, span)
         o = span.cleared(self._attended(q, positions, entries if state is None else state, span).astype(x.dtype))
+        if gate is not None:
+            o = (o * span.site("gate", gate)).astype(x.dtype)
         span.recorder(q=q, entries=entries)
         heads = span.site("heads", o)
         return self.o_proj(rearrange(heads, "b s h v -> b s (h v)"), span.execution), state
@@ -125,12 +140,27 @@ class GQA(eqx.Module):
         x: Float[Array, "batch seq {self.hidden}"],
         positions: Int32[Array, "batch seq"],
         execution: Execution = PLAIN,
-    ) -> Float[Array, "batch seq {self.heads} {self.head_dim}"]:
-        """The normed and rotated queries, times the softmax scale head_dim^-0.5."""
-        q = rearrange(self.q_proj(x, execution), "b s (h d) -> b s h d", h=self.heads)
+    ) -> tuple[
+        Float[Array, "batch seq {self.heads} {self.head_dim}"],
+        Wide[Array, "batch seq {self.heads} {self.head_dim}"] | None,
+    ]:
+        """The normed and rotated queries, times the softmax scale head_dim^-0.5, and the output gate, if any."""
+        q, gate = rearrange(self.q_proj(x, execution), "b s (h d) -> b s h d", h=self.heads), None
+        if self.gated:
+            q, gate = q[..., : self.head_dim], jax.nn.sigmoid(q[..., self.head_dim :].astype(wide(x.dtype)))
         q = q if self.q_norm is None else self.q_norm(q)
-        q = q if self.rotation is None else self.rotation(q, positions)
-        return q * self.head_dim**-0.5
+        return self._rotated(q, positions) * self.head_dim**-0.5, gate
+
+    def _rotated(
+        self, x: Float[Array, "batch seq _ {self.head_dim}"], positions: Int32[Array, "batch seq"]
+    ) -> Float[Array, "batch seq _ {self.head_dim}"]:
+        """Rotates the first channels of each head, as many as the rotation has."""
+        if self.rotation is None:
+            return x
+        turned = 2 * len(self.rotation.frequencies)
+        if turned == self.head_dim:
+            return self.rotation(x, positions)
+        return jnp.concatenate([self.rotation(x[..., :turned], positions), x[..., turned:]], axis=-1)
 
     def entries(
         self,
@@ -141,7 +171,7 @@ class GQA(eqx.Module):
         """The cache entry of each token: [normed and rotated keys of all heads | values of all heads]."""
         k = rearrange(self.k_proj(x, execution), "b s (h d) -> b s h d", h=self.kv_heads)
         k = k if self.k_norm is None else self.k_norm(k)
-        k = k if self.rotation is None else self.rotation(k, positions)
+        k = self._rotated(k, positions)
         return jnp.concatenate([rearrange(k, "b s h d -> b s (h d)"), self.v_proj(x, execution)], axis=-1)
 
     def _attended(

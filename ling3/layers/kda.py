@@ -52,7 +52,7 @@ class DraftedKDA(Drafted):
     before: KDAState
     k: Wide[Array, "sequences drafted heads key"]
     v: Wide[Array, "sequences drafted heads value"]
-    g: Wide[Array, "sequences drafted heads key"]
+    g: Wide[Array, "sequences drafted heads #key"]
     beta: Wide[Array, "sequences drafted heads"]
     inputs: Float[Array, "sequences drafted channels"]  # of the convolutions
     execution: Execution = eqx.field(static=True)
@@ -66,7 +66,7 @@ class DraftedKDA(Drafted):
         return KDAState(recurrent, continued(self.before.conv, self.inputs, count)[1])
 
 
-def _tails(
+def drafted_tails(
     tail: Float[Array, "sequences tail channels"], inputs: Float[Array, "rows 1 channels"], span: Span
 ) -> Float[Array, "rows tail channels"]:
     """The tail of each row of a span of drafts: the inputs of the rows before it, after the sequence's own tail."""
@@ -74,6 +74,41 @@ def _tails(
     joined, _ = continued(tail, own, jnp.zeros(tail.shape[0], jnp.int32))
     looks = [joined[:, i : i + tail.shape[1]] for i in range(span.rows_each)]
     return jnp.stack(looks, axis=1).reshape(-1, *tail.shape[1:])
+
+
+def advanced(
+    tokens: tuple[Wide[Array, "batch seq heads ..."], ...],
+    state: KDAState,
+    conv: Float[Array, "rows tail channels"],
+    inputs: Float[Array, "batch seq channels"],
+    span: Span,
+    lower_bound: float | None,
+) -> tuple[Wide[Array, "batch seq heads value"], KDAState | DraftedKDA]:
+    """The recurrence over a span's q, k, v, g and beta: the outputs o, and the state after them.
+
+    `conv` is the convolutions' tail after the span, and `inputs` what they took.
+    """
+    q, k, v, g, beta = tokens
+    q, execution = span.cleared(q), span.execution
+    if span.rows_each > 1:
+        of = span.by_sequence
+        drafts = of(q), of(k), of(v), of(g), of(beta)
+        o = execution.kda_look(*drafts, state.recurrent)
+        o = o.reshape(-1, 1, *o.shape[2:])
+        _, k_, v_, g_, beta_ = drafts
+        after = DraftedKDA(before=state, k=k_, v=v_, g=g_, beta=beta_, inputs=of(inputs), execution=execution)
+    elif q.shape[1] == 1:
+        token = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
+        o, recurrent = execution.kda_step(*token, state.recurrent)
+        o, after = o[:, None], KDAState(recurrent, conv)
+    else:
+        how = {"lower_bound": lower_bound, "chunk_size": execution.chunk_size, "resets": span.text_starts is not None}
+        o, recurrent = execution.chunk_kda(q, k, v, span.forgotten(g), beta, state.recurrent, **how)
+        after = KDAState(recurrent, conv)
+    span.recorder(q=q, k=k, v=v, o=o)
+    if span.watched and span.rows_each == 1:
+        span.recorder(state_norm=state_norms(q, k, v, g, beta, state.recurrent))
+    return o, after
 
 
 def bias_of_rate(
@@ -185,37 +220,16 @@ class KDA(eqx.Module):
         """The layer's output for each token, and its state after the span. Without a `state` it starts from zeros."""
         execution = span.execution
         state = self.empty_state(CacheSpec(x.shape[0], 0, 1, x.dtype)) if state is None else state
-        inputs = self.projections(x, execution)
-        tail = state.conv if span.rows_each == 1 else _tails(state.conv, jnp.concatenate(inputs, axis=-1), span)
-        q, k, v, conv = self._of_projections(inputs, tail, span)
-        q = span.cleared(q)
+        projected = self.projections(x, execution)
+        inputs = jnp.concatenate(projected, axis=-1)  # not computed unless tokens are drafts
+        tail = state.conv if span.rows_each == 1 else drafted_tails(state.conv, inputs, span)
+        q, k, v, conv = self._of_projections(projected, tail, span)
         gates = self.gates(x, span)
         g, beta = span.site("decay", gates[0]), span.site("beta", gates[1])
-        if span.rows_each > 1:
-            of = span.by_sequence
-            tokens = of(q), of(k), of(v), of(g), of(beta)
-            o = execution.kda_look(*tokens, state.recurrent)
-            o = o.reshape(-1, 1, *o.shape[2:])
-            own = span.by_sequence(jnp.concatenate(inputs, axis=-1))
-            after = DraftedKDA(
-                before=state, k=tokens[1], v=tokens[2], g=tokens[3], beta=tokens[4], inputs=own, execution=execution
-            )
-        elif x.shape[1] == 1:
-            token = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
-            o, recurrent = execution.kda_step(*token, state.recurrent)
-            o, after = o[:, None], KDAState(recurrent, conv)
-        else:
-            bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 satisfies any bound
-            bound = bound if g is gates[0] else None  # an intervention may break the bound
-            g, resets = span.forgotten(g), span.text_starts is not None
-            o, recurrent = execution.chunk_kda(
-                q, k, v, g, beta, state.recurrent, lower_bound=bound, chunk_size=execution.chunk_size, resets=resets
-            )
-            after = KDAState(recurrent, conv)
+        bound = self.lower_bound if self.f_proj is not None else -1.0  # g = 0 satisfies any bound
+        bound = bound if g is gates[0] else None  # an intervention may break the bound
+        o, after = advanced((q, k, v, g, beta), state, conv, inputs, span, bound)
         gate = span.site("gate", self.output_gate(x, execution))
-        span.recorder(q=q, k=k, v=v, o=o)
-        if span.watched and span.rows_each == 1:
-            span.recorder(state_norm=state_norms(q, k, v, g, beta, state.recurrent))
         heads = span.site("heads", self.gated(o, gate, x.dtype))
         return self.projected(heads, execution), after
 

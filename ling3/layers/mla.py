@@ -15,7 +15,7 @@ from ling3.layers.draw import Draw
 from ling3.layers.gate import OutputGate, gate_projection, output_gate
 from ling3.layers.linear import Constant, LowRank, Matrix
 from ling3.layers.norm import RMSNorm
-from ling3.layers.rope import rotate
+from ling3.layers.rope import Rope
 from ling3.ops.absorption import AdaptedLatents, LatentHalves, absorbed, adapted_queries, adapted_values
 from ling3.ops.attention import BLOCK, Expansion
 from ling3.ops.precision import Wide, wide
@@ -36,9 +36,11 @@ class MLAConfig:
     eps: float
     std: float
     """Standard deviation of random matrices."""
-    rope_theta: float | None = 10000.0
-    """None for no rotation."""
+    rotation: Rope | None = None
+    """The rotation of the `rope` channels; None for no rotation."""
     gate_law: OutputGate = "sigmoid"
+    score_factor: float = 1.0
+    """A further factor of the scores before the softmax, as YaRN has it."""
 
 
 class MLA(eqx.Module):
@@ -54,8 +56,8 @@ class MLA(eqx.Module):
     and a cache, `kv_b_proj` is absorbed into query and output instead (q_nope W_uk, then W_uv), which is mathematically
     the same.
 
-    Without `g_proj` there is no output gate; with `rope_theta` None nothing is rotated, and positions only set the
-    causal mask.
+    Without `g_proj` there is no output gate; with `rotation` None nothing is rotated, and positions only set the causal
+    mask. Scores are multiplied by `score_factor`, which is 1 but for YaRN (arXiv 2309.00071, §3.4).
     """
 
     q_a_proj: Annotated[Matrix | None, "q_rank hidden"]  # these three with a q_lora_rank,
@@ -70,8 +72,9 @@ class MLA(eqx.Module):
     nope: int = eqx.field(static=True)
     rope: int = eqx.field(static=True)
     value: int = eqx.field(static=True)
-    rope_theta: float | None = eqx.field(static=True)
+    rotation: Rope | None = eqx.field(static=True)
     gate_law: OutputGate = eqx.field(static=True)
+    score_factor: float = eqx.field(static=True)
 
     @staticmethod
     def init(config: MLAConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MLA":
@@ -90,8 +93,9 @@ class MLA(eqx.Module):
             nope=config.nope,
             rope=config.rope,
             value=config.value,
-            rope_theta=config.rope_theta,
+            rotation=config.rotation,
             gate_law=config.gate_law,
+            score_factor=config.score_factor,
         )
 
     def empty_state(self, spec: CacheSpec) -> Paged:
@@ -150,11 +154,11 @@ class MLA(eqx.Module):
         Float[Array, "batch seq {self.heads} {self.nope}"],
         Float[Array, "batch seq {self.heads} {self.rope}"],
     ]:
-        """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5."""
+        """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5 · `score_factor`."""
         q = rearrange(self._projected_queries(x, execution), "b s (h d) -> b s h d", h=self.heads)
         q_nope, q_rope_raw = self._split_queries(q)
         q_rope = self._rotated(q_rope_raw, positions)
-        scale = (self.nope + self.rope) ** -0.5
+        scale = (self.nope + self.rope) ** -0.5 * self.score_factor
         return q_nope * scale, q_rope * scale
 
     def _projected_queries(
@@ -202,7 +206,7 @@ class MLA(eqx.Module):
     def _rotated(
         self, x: Float[Array, "batch seq heads {self.rope}"], positions: Int32[Array, "batch seq"]
     ) -> Float[Array, "batch seq heads {self.rope}"]:
-        return x if self.rope_theta is None else rotate(x, positions, self.rope_theta)
+        return x if self.rotation is None else self.rotation(x, positions)
 
     def _expanded(
         self,

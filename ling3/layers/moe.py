@@ -44,6 +44,8 @@ class MoEConfig:
     swiglu: SwiGLU = SWIGLU
     """The activation of the routed experts."""
     shared_swiglu: SwiGLU = SWIGLU
+    shared_gate: bool = False
+    """Whether the shared expert's output has a gate."""
     hashed: int | None = None
     """The number of token ids, if experts are looked up by token id; None if they are chosen by score."""
 
@@ -167,22 +169,27 @@ class MoE(eqx.Module):
     """y = Σ_e w_e · expert_e(x) + shared_experts(x).
 
     The weights w include the routed scaling factor, which does not apply to the shared expert (DeepSeekMoE, arXiv
-    2401.06066, §3).
+    2401.06066, §3). With `shared_expert_gate`, a row, the shared expert's output is multiplied by sigmoid of that
+    product (Qwen's).
     """
 
     gate: Router
     experts: Experts
     shared_experts: MLP | None
+    shared_expert_gate: Annotated[Matrix | None, "gates hidden"] = None
 
     @staticmethod
     def init(config: MoEConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "MoE":
         """A layer with random weights from N(0, std²)."""
         gate, experts, own = jax.random.split(key, 3)
-        shared = None
+        shared, shared_gate = None, None
         if config.shared:
             unit = config.shared_swiglu
             shared = MLP.init(config.hidden, config.shared, key=own, dtype=dtype, std=config.std, swiglu=unit)
-        return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared)
+        if config.shared_gate:
+            sizes = {"gates": 1, "hidden": config.hidden}
+            shared_gate = Draw(MoE, sizes, iter([jax.random.fold_in(own, 1)]), dtype, config.std)("shared_expert_gate")
+        return MoE(Router.init(config, key=gate), Experts.init(config, key=experts, dtype=dtype), shared, shared_gate)
 
     def __call__(self, x: Float[Array, "batch seq hidden"], span: Span) -> Float[Array, "batch seq hidden"]:
         """Each token's output: its routed experts and the shared one. Padding reads no routed expert."""
@@ -206,4 +213,8 @@ class MoE(eqx.Module):
         """The shared expert's output, where there is one."""
         assert self.shared_experts is not None, "asked of a layer that has one"
         with jax.named_scope("shared_experts"):
-            return self.shared_experts(x, span)
+            y = self.shared_experts(x, span)
+            if self.shared_expert_gate is None:
+                return y
+            gate = jax.nn.sigmoid(self.shared_expert_gate(x, span.execution, wide(x.dtype)))
+            return (y * gate).astype(x.dtype)

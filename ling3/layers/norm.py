@@ -10,23 +10,29 @@ from ling3.ops.precision import Wide, wide
 
 
 class RMSNorm(eqx.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis (Zhang & Sennrich, arXiv 1910.07467)."""
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis (Zhang & Sennrich, arXiv 1910.07467).
+
+    A zero-centered norm multiplies by 1 + w in place of w, as in Qwen3-Next.
+    """
 
     weight: Float[Array, " features"]
     eps: float = eqx.field(static=True)
     name: str = eqx.field(static=True, default="")
+    zero_centered: bool = eqx.field(static=True, default=False)
 
     @staticmethod
-    def init(features: int, eps: float) -> "RMSNorm":
-        """A norm with weights of 1 in float32."""
-        return RMSNorm(jnp.ones(features, jnp.float32), eps)
+    def init(features: int, eps: float, zero_centered: bool = False) -> "RMSNorm":
+        """A norm that multiplies by 1, with weights in float32."""
+        fill = jnp.zeros if zero_centered else jnp.ones
+        return RMSNorm(fill(features, jnp.float32), eps, zero_centered=zero_centered)
 
     @scoped
     def __call__(
         self, x: Float[Array, "*batch {self.weight.shape[0]}"]
     ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
         """The normed features, in the dtype of `x`."""
-        return rms_normalize(x, self.weight, self.eps).astype(x.dtype)
+        weight = 1.0 + self.weight.astype(wide(x.dtype)) if self.zero_centered else self.weight
+        return rms_normalize(x, weight, self.eps).astype(x.dtype)
 
 
 class GatedRMSNorm(eqx.Module):

@@ -46,13 +46,6 @@ class Rope:
         return turned.reshape(x.shape).astype(x.dtype)
 
 
-def rotate(
-    x: Float[Array, "batch seq heads rope"], positions: Int32[Array, "batch seq"], theta: float
-) -> Float[Array, "batch seq heads rope"]:
-    """Rotates each pair of neighbours (x_2i, x_2i+1) by position · theta^(-2i/rope) radians: Ling-3's RoPE."""
-    return Rope.plain(theta, x.shape[-1], interleaved=True)(x, positions)
-
-
 def angles(
     positions: Int32[Array, "batch seq"], frequencies: tuple[float, ...], dtype: DTypeLike = jnp.float32
 ) -> Wide[Array, "batch seq {len(frequencies)}"]:

@@ -7,6 +7,8 @@ writing strength beta:
 
 `recurrent_kda` applies it token by token and is the specification. `chunk_kda` computes the same result chunk by chunk
 with matrix products. Everything is in the dtype of `g`, which is float32 in the model (float64 in some tests).
+
+A `g` of one channel is the decay of all channels of a head: the gated delta rule (Gated DeltaNet, arXiv 2412.06464).
 """
 
 from typing import NoReturn, Protocol, runtime_checkable
@@ -32,7 +34,7 @@ class KDAStep(Protocol):
         q: Float[Array, "batch heads key"],
         k: Float[Array, "batch heads key"],
         v: Float[Array, "batch heads value"],
-        g: Float[Array, "batch heads key"],
+        g: Float[Array, "batch heads #key"],
         beta: Float[Array, "batch heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -50,7 +52,7 @@ class KDAInTurn(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -68,7 +70,7 @@ class KDALook(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -86,7 +88,7 @@ class ChunkKDA(Protocol):
         q: Float[Array, "batch seq heads key"],
         k: Float[Array, "batch seq heads key"],
         v: Float[Array, "batch seq heads value"],
-        g: Float[Array, "batch seq heads key"],
+        g: Float[Array, "batch seq heads #key"],
         beta: Float[Array, "batch seq heads"],
         state: Float[Array, "batch heads key value"],
         /,
@@ -103,7 +105,7 @@ def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
@@ -116,12 +118,12 @@ def output_and_factors(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[
     Float[Array, "batch heads value"],
-    Float[Array, "batch heads key"],
+    Float[Array, "batch heads #key"],
     Float[Array, "batch heads key"],
     Float[Array, "batch heads value"],
 ]:
@@ -138,7 +140,7 @@ def output_and_factors(
 
 def written(
     state: Float[Array, "batch heads key value"],
-    decay: Float[Array, "batch heads key"],
+    decay: Float[Array, "batch heads #key"],
     k: Float[Array, "batch heads key"],
     u: Float[Array, "batch heads value"],
 ) -> Float[Array, "batch heads key value"]:
@@ -150,7 +152,7 @@ def in_turn(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> NoReturn:
@@ -162,7 +164,7 @@ def recurrent_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
@@ -185,7 +187,7 @@ def state_norms(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> Float[Array, "batch seq heads"]:
@@ -204,7 +206,7 @@ def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
     *,
@@ -223,7 +225,8 @@ def chunk_kda(
 
     The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
     (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result. With
-    `resets`, a token may instead have g = -inf in all channels: the state is zero before it.
+    `resets`, a token may instead have g = -inf in all channels: the state is zero before it. With one g per head the
+    bound plays no part: decays stand outside of the products.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
@@ -235,8 +238,12 @@ def chunk_kda(
     q, k, v, g = (rearrange(x, "b (n c) h d -> n b h c d", c=chunk) for x in (q, k, v, g))
     beta = rearrange(beta, "b (n c) h -> n b h c 1", c=chunk)
 
-    same = _same_text(g[..., 0]) if resets else None
-    products, since_start, to_end = _decayed_products(k, jnp.concatenate([k, q], axis=-2), g, lower_bound, same)
+    lefts = jnp.concatenate([k, q], axis=-2)
+    if g.shape[-1] < k.shape[-1]:
+        products, since_start, to_end = _evenly_decayed_products(k, lefts, g)
+    else:
+        same = _same_text(g[..., 0]) if resets else None
+        products, since_start, to_end = _decayed_products(k, lefts, g, lower_bound, same)
     kk, qk = jnp.split(products, 2, axis=-2)
     inverse = unit_lower_inverse(jnp.tril(beta * kk, -1))
     corrected = _matmul(inverse, beta * jnp.concatenate([v, k * since_start], axis=-1))
@@ -325,6 +332,24 @@ def _sums(
         return since, since, since[..., -1:, :] - since
     inside = _matmul(jnp.tril(same).astype(g.dtype), jnp.where(jnp.isneginf(g), 0.0, g))
     return inside, since, jnp.where(same[..., -1, :, None], inside[..., -1:, :] - inside, -jnp.inf)
+
+
+def _evenly_decayed_products(
+    right: Float[Array, "*chunks tokens key"],
+    lefts: Float[Array, "*chunks lefts key"],
+    g: Float[Array, "*chunks tokens 1"],
+) -> tuple[Float[Array, "*chunks lefts tokens"], Float[Array, "*chunks tokens 1"], Float[Array, "*chunks tokens 1"]]:
+    """`_decayed_products` for one decay per head: P_ij = e^{G_i - G_j} left_i · right_j, in one matrix product.
+
+    G_i - G_j is summed from j + 1 to i, for each j anew, so no large G cancels against another, and with a reset
+    between them it is -inf.
+    """
+    tokens, blocks = right.shape[-2], lefts.shape[-2] // right.shape[-2]
+    later = jnp.tril(jnp.ones((tokens, tokens), bool), -1).reshape(*[1] * (g.ndim - 2), tokens, tokens)
+    spans = jnp.cumsum(jnp.where(later, g, 0.0), axis=-2)  # [i, j]
+    products = _matmul(lefts, jnp.swapaxes(right, -1, -2)) * jnp.concatenate([jnp.exp(spans)] * blocks, axis=-2)
+    to_end = jnp.swapaxes(spans[..., -1:, :], -1, -2)
+    return products, jnp.exp(jnp.cumsum(g, axis=-2)), jnp.exp(to_end)
 
 
 def _masked_products(

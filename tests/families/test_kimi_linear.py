@@ -184,7 +184,7 @@ def test_tensors_that_do_not_fit_are_named(saved, tmp_path):
 def test_decays_have_no_bound_and_the_latents_norm_an_eps_of_its_own(model):
     kda, mla = model.model.layers[0].attention, model.model.layers[1].attention
     assert kda.lower_bound is None and kda.o_norm.eps == CONFIG.rms_norm_eps == 1e-5
-    assert mla.kv_a_layernorm.eps == 1e-6 and mla.g_proj is None and mla.rope_theta is None and mla.q_proj is not None
+    assert mla.kv_a_layernorm.eps == 1e-6 and mla.g_proj is None and mla.rotation is None and mla.q_proj is not None
 
 
 @pytest.mark.slow

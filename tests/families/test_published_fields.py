@@ -5,16 +5,22 @@ import json
 import pytest
 from published_configs import KIMI_LINEAR, TINY
 from published_transformers import (
+    DEEPSEEK_V3,
+    KIMI_K2,
     LLAMA_2_7B,
     LLAMA_31_8B,
     LLAMA_32_1B,
     MISTRAL_NEMO,
     MISTRAL_V01,
     MISTRAL_V03,
+    MOONLIGHT_16B_A3B,
     QWEN3_06B,
     QWEN3_30B_A3B,
     QWEN3_CODER_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
     QWEN25_05B,
+    QWEN35_9B,
+    QWEN35_35B_A3B,
     R1_DISTILL_QWEN_15B,
     SMOLLM2_135M,
     TINYLLAMA_11B,
@@ -41,6 +47,12 @@ PUBLISHED = {
     "Qwen3-Coder-30B-A3B": QWEN3_CODER_30B_A3B,
     "Kimi-Linear-48B-A3B": KIMI_LINEAR,
     "Ling-3.0-tiny": TINY,
+    "DeepSeek-V3": DEEPSEEK_V3 | {"quantization_config": None},
+    "Kimi-K2": KIMI_K2 | {"quantization_config": None},
+    "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "Qwen3.5-9B": QWEN35_9B,
+    "Qwen3.5-35B-A3B": QWEN35_35B_A3B,
 }
 EVERY = {
     "_attn_implementation_autoset": True,  # transformers 4.46 to 4.51
@@ -107,6 +119,15 @@ def test_yarn_s_first_checkpoints_say_that_they_were_trained_so(tmp_path):
         (QWEN25_05B, "dual_chunk_attention_config", {"chunk_size": 262144, "local_size": 8192}),
         (QWEN3_CODER_30B_A3B, "shared_expert_intermediate_size", 512),
         (SMOLLM2_135M, "rope_interleaved", True),
+        (DEEPSEEK_V3, "attention_bias", True),
+        (DEEPSEEK_V3, "head_dim", 128),
+        (DEEPSEEK_V3, "moe_layer_freq", 2),
+        (DEEPSEEK_V3, "num_key_value_heads", 1),
+        (DEEPSEEK_V3, "rope_interleave", False),
+        (DEEPSEEK_V3, "scoring_func", "softmax"),
+        (DEEPSEEK_V3, "topk_method", "greedy"),
+        (QWEN3_NEXT_80B_A3B, "attn_output_gate", False),
+        (QWEN3_NEXT_80B_A3B, "use_sliding_window", True),
     ],
 )
 def test_what_changes_the_numbers_stays_refused(tmp_path, raw, field, value):

@@ -1,4 +1,4 @@
-"""What holds of every model, on a tiny one of each family of plain transformers; and transformers' frozen numbers."""
+"""What holds of every model, on a tiny one of each family of transformers and hybrids; and transformers' numbers."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ import transformer_reference
 from exhaustive_cases import exhaustively, thoroughly
 from family_laws import answers_in_company_and_alone, losses_of_training
 from rich.console import Console
-from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, open_model, write
+from tiny_transformers import CASES, FROZEN, GREEDY, HYBRIDS, POSITIONS, TOKENS, VOCAB, open_model, write
 
 import ling3
 from ling3.evals.ablations import ablations
@@ -20,6 +20,7 @@ from ling3.interpret import ablate
 from ling3.interpret.inspect import report
 
 FEW = thoroughly(CASES, but=["mistral", "qwen3-moe"])
+PLAIN = thoroughly([name for name in CASES if name not in HYBRIDS], but=["mistral", "qwen3-moe"])
 # What takes long to compile: the tests of a change take one family, `make exhaustive` the rest.
 SOME = exhaustively(CASES, but=["mistral"])
 ROW = np.asarray([TOKENS], np.int32)
@@ -77,7 +78,7 @@ def test_it_is_saved_as_it_was_stored(name, tmp_path):
     assert first.keys() == second.keys() and all(first[n].tobytes() == second[n].tobytes() for n in first)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", PLAIN)
 def test_tables_of_rope_are_skipped(name, tmp_path):
     """Llama 2's published files have them."""
     write(name, tmp_path)
@@ -88,7 +89,7 @@ def test_tables_of_rope_are_skipped(name, tmp_path):
     assert eqx.tree_equal(ling3.load(tmp_path), model)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", PLAIN)
 def test_it_is_inspected(name):
     model = open_model(name)
     config = model.config
@@ -103,7 +104,7 @@ def test_it_is_inspected(name):
     assert "GQA" in shown.get() and "no RoPE" not in shown.get()
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", PLAIN)
 def test_it_is_traced(name):
     model = open_model(name)
     seen, config = ling3.trace(model, jnp.asarray(ROW)), model.config

@@ -9,7 +9,7 @@ from ling3.cache import Span
 from ling3.layers.conv import ShortConv
 from ling3.layers.linear import Linear
 from ling3.layers.norm import GatedRMSNorm, RMSNorm
-from ling3.layers.rope import Rope, angles, rotate
+from ling3.layers.rope import Rope, angles
 
 
 def draw(*shape, seed=0):
@@ -56,7 +56,8 @@ def test_rope_turns_neighbouring_pairs(theta):
     x, positions = draw(2, 5, 3, 8), np.asarray([[0, 1, 2, 3, 4], [100, 101, 102, 103, 104]])
     angle = positions[..., None] * theta ** (-np.arange(0, 8, 2) / 8)
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)[:, :, None]
-    y = np.asarray(rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32), theta))
+    turn = Rope.plain(theta, 8, interleaved=True)
+    y = np.asarray(turn(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32)))
     np.testing.assert_allclose(y[..., 0::2] + 1j * y[..., 1::2], turned, atol=2e-6)
 
 
@@ -72,9 +73,10 @@ def test_rope_stays_exact_far_out():
 
 def test_two_thetas_give_two_rotations():
     x, positions = jnp.ones((1, 2, 1, 4), jnp.float32), jnp.asarray([[5, 9]], jnp.int32)
-    first = rotate(x, positions, 1e4)
-    assert float(jnp.max(jnp.abs(first - rotate(x, positions, 6e6)))) > 1e-2
-    np.testing.assert_array_equal(first, rotate(x, positions, 1e4))
+    slow, fast = (Rope.plain(theta, 4, interleaved=True) for theta in (6e6, 1e4))
+    first = fast(x, positions)
+    assert float(jnp.max(jnp.abs(first - slow(x, positions)))) > 1e-2
+    np.testing.assert_array_equal(first, fast(x, positions))
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (4, 0), (1, 2)])

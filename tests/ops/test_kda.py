@@ -17,12 +17,15 @@ CHUNKED = jax.jit(chunk_kda, static_argnames=("lower_bound", "chunk_size"))
 RECURRENT = jax.jit(recurrent_kda)
 
 
-def inputs(seq, *, bound, dtype, batch=2, heads=2, width=8, spread=3.0, seed=0):
-    """Unit keys and queries, gates spread over their range (`spread` large: at both extremes), a non-zero state."""
+def inputs(seq, *, bound, dtype, batch=2, heads=2, width=8, spread=3.0, seed=0, even=False):
+    """Unit keys and queries, gates spread over their range (`spread` large: at both extremes), a non-zero state.
+
+    With `even`, a head has one decay.
+    """
     draw = np.random.default_rng(seed)
     q, k, v = draw.normal(size=(3, batch, seq, heads, width))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    f = spread * draw.normal(size=(batch, seq, heads, width))
+    f = spread * draw.normal(size=(batch, seq, heads, 1 if even else width))
     g = -np.logaddexp(0, f) if bound is None else bound / (1 + np.exp(-f))
     beta = 1 / (1 + np.exp(-spread * draw.normal(size=(batch, seq, heads))))
     state = draw.normal(size=(batch, heads, width, width))
@@ -44,6 +47,32 @@ def test_chunk_form_is_the_recurrence_in_float64(bound, chunk_size):
                 x = inputs(seq, bound=bound, dtype=jnp.float64, spread=spread)
                 fast = CHUNKED(*x, lower_bound=bound, chunk_size=chunk_size)
                 assert largest(fast, RECURRENT(*x)) < 1e-10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk_size", [32, *exhaustively([16, 64])])
+def test_one_decay_per_head_is_the_same_decay_of_each_channel(chunk_size):
+    """In values and gradients, in float64; and in float32 no further from it than with a decay per channel."""
+
+    def scalar(form, *x):
+        o, state = form(*x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state))
+
+    def chunked(*x):
+        return chunk_kda(*x, lower_bound=None, chunk_size=chunk_size)
+
+    fast, slow = (jax.jit(jax.grad(scalar, argnums=tuple(range(1, 7))), static_argnums=0) for _ in range(2))
+    for spread in (3.0, 30.0):
+        with jax.enable_x64(True):
+            x = inputs(65, bound=None, dtype=jnp.float64, spread=spread, even=True)
+            each = (*x[:3], jnp.broadcast_to(x[3], x[1].shape), *x[4:])
+            truth = RECURRENT(*each)
+            assert largest(CHUNKED(*x, lower_bound=None, chunk_size=chunk_size), truth) < 1e-10
+            assert largest(RECURRENT(*x), truth) < 1e-12
+            assert largest(fast(chunked, *x), slow(recurrent_kda, *x)) < 1e-8
+        narrow = [tuple(jnp.asarray(y, jnp.float32) for y in own) for own in (x, each)]
+        even, uneven = (largest(CHUNKED(*own, lower_bound=None, chunk_size=chunk_size), truth) for own in narrow)
+        assert even <= 1.5 * uneven + 1e-6
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])

@@ -40,6 +40,31 @@ EXPERTS = {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+LATENT = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "num_key_value_heads": 4,
+    "num_mtp_layers": 0,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "topk_group": 2,
+    "v_head_dim": 12,
+}
+DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 12,
+    "num_hidden_layers": 4,
+}
+SHARED = {"shared_expert_intermediate_size": 24}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -63,6 +88,21 @@ CASES = {
         EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
     "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "deepseek-v3": ("DeepseekV3", LATENT),
+    "deepseek-v3, in one group, without ranks and YaRN": (
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_parameters": None},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, **SHARED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "qwen3-next, some dense, with biases": (
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, **SHARED, "attention_bias": True, "linear_num_value_heads": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**EXPERTS, **DELTA, **SHARED}),
 }
 
 
@@ -79,17 +119,25 @@ def make(name: str, directory: pathlib.Path) -> FamilyCase:
     """The case of a name in `CASES`."""
     family, fields = CASES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | fields)
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config_class(**SIZES | fields)
     theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for weight, tensor in theirs.named_parameters():
         if tensor.ndim > 1 and "embed" not in weight:
             tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
         elif "embed" in weight:
             tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
+        elif weight.endswith(("A_log", "dt_bias")):
+            tensor.uniform_(-4.0, 1.0)
         elif weight.endswith("bias"):
             tensor.normal_(0, 0.3)
+        elif hasattr(config, "linear_num_value_heads") and "linear_attn" not in weight:
+            tensor.uniform_(-0.5, 0.5)  # zero-centered norms
         else:
             tensor.uniform_(0.5, 1.5)
+    for buffer, tensor in theirs.named_buffers():
+        if buffer.endswith("correction_bias"):
+            tensor.normal_(0, 0.1)
     theirs.save_pretrained(directory)
     return FamilyCase(directory, theirs, ling3.load(directory, jnp.float32))
 

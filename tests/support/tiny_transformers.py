@@ -1,9 +1,10 @@
-"""A tiny checkpoint of each family of plain transformers, of numbers that any NumPy draws alike."""
+"""A tiny checkpoint of each family of transformers and hybrids, of numbers that any NumPy draws alike."""
 
 import functools
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 import numpy as np
 import published_transformers as published
@@ -30,6 +31,26 @@ SIZES = {
     "torch_dtype": "float32",
     "vocab_size": 64,
 }
+DELTA = {
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 2,
+}
+TEXT = {
+    **DELTA,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": published.QWEN35_9B["text_config"]["rope_parameters"] | {"partial_rotary_factor": 0.5},
+}
+SHARED = {"shared_expert_intermediate_size": 12}
+
+
+def text(name: str, whole: dict[str, Any]) -> dict[str, Any]:
+    """The config of a published one's text model, as transformers' class of this name has it."""
+    return {**whole["text_config"], "architectures": [name], "torch_dtype": "float32"}
+
+
 CASES = {
     "llama": (
         published.LLAMA_32_1B,
@@ -39,8 +60,36 @@ CASES = {
     "qwen2": (published.QWEN25_05B, {"use_sliding_window": True, "sliding_window": 12}),
     "qwen3": (published.QWEN3_06B, {"head_dim": 12}),
     "qwen3-moe": (published.QWEN3_30B_A3B, {"mlp_only_layers": [0], "num_hidden_layers": 2}),
+    "deepseek-v3": (
+        published.DEEPSEEK_V3,
+        {
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "n_group": 2,
+            "n_routed_experts": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "quantization_config": None,
+            "rope_scaling": published.DEEPSEEK_V3["rope_scaling"] | {"original_max_position_embeddings": 64},
+            "topk_group": 1,
+            "v_head_dim": 6,
+        },
+    ),
+    "qwen3-next": (
+        published.QWEN3_NEXT_80B_A3B,
+        {**DELTA, **SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "partial_rotary_factor": 0.5},
+    ),
+    "qwen3.5": (text("Qwen3_5ForCausalLM", published.QWEN35_9B), TEXT | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": (text("Qwen3_5MoeForCausalLM", published.QWEN35_35B_A3B), TEXT | SHARED),
 }
 """Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
+
+HYBRIDS = ("deepseek-v3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""The cases whose mixers are others than grouped-query attention."""
 
 TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
 
@@ -53,7 +102,8 @@ def write(name: str, directory: pathlib.Path) -> None:
     for weight in sorted(weight_names(read_config(directory)), key=lambda weight: weight.name):
         numbers = draw.standard_normal(weight.shape)
         if weight.name.endswith("norm.weight"):
-            numbers = 1 + 0.2 * numbers
+            centered = base["model_type"].startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in weight.name
+            numbers = (not centered) + 0.2 * numbers
         else:
             numbers *= 0.2 if "embed" in weight.name or weight.name.endswith("bias") else 1.5 * weight.shape[-1] ** -0.5
         tensors[weight.name] = numbers.astype(np.float32)
@@ -95,6 +145,26 @@ FROZEN: dict[str, list[list[float]]] = {
         [-0.99925, 0.31407, 0.21964, 1.6541, -1.03581, -0.004, -1.09012, -0.75717],
         [-0.22096, -0.60633, 2.38237, -1.70744, 1.75005, -0.07131, 2.30847, 1.16489],
     ],
+    "deepseek-v3": [
+        [0.44799, -0.23778, 1.08543, 0.43995, 0.96936, -3.18526, -1.40176, 2.68511],
+        [1.93148, -1.07582, -0.15825, 2.34524, 0.77538, -2.75935, -2.48278, -0.08691],
+        [2.67262, -0.54192, 0.93751, -0.68842, -1.83106, -0.83937, -1.60951, -0.77075],
+    ],
+    "qwen3-next": [
+        [1.53033, 0.86038, 0.014, 0.46543, 0.29386, -0.88497, -1.25832, 0.69581],
+        [-1.4523, 3.16344, 1.62548, 1.91086, 3.13867, -3.16015, 0.37685, -2.16887],
+        [0.26143, 2.95605, 0.2074, 0.5542, -1.71612, 0.67614, 1.97955, -0.59895],
+    ],
+    "qwen3.5": [
+        [-0.0531, -1.16339, 0.48477, 0.60852, 1.06331, 0.01184, 1.79974, 1.1301],
+        [0.21268, 0.87795, 0.45285, 1.2202, 1.55288, -2.68993, -1.26333, -0.53033],
+        [1.14947, -1.65334, 0.37004, -0.09698, 0.72693, -0.93988, 0.47938, 1.38947],
+    ],
+    "qwen3.5-moe": [
+        [0.05775, -1.89078, 0.23582, 0.27013, 0.73744, -2.45133, 0.41787, 2.37376],
+        [-0.82134, 1.30171, -2.29461, -1.44601, -1.20478, -1.39501, -1.32467, 0.1969],
+        [-1.16021, -2.26772, 0.10989, -1.72279, 3.04816, 1.40844, 0.61973, 1.80871],
+    ],
 }
 """What transformers makes of `TOKENS` in float32: logits of some tokens, a row for each of some positions."""
 
@@ -104,5 +174,9 @@ GREEDY: dict[str, list[int]] = {
     "qwen2": [61, 61, 61, 61, 61, 53, 24, 42, 11, 11, 17, 27],
     "qwen3": [0, 44, 0, 44, 0, 44, 0, 44, 0, 44, 53, 6],
     "qwen3-moe": [12, 32, 31, 13, 21, 44, 31, 13, 29, 18, 6, 59],
+    "deepseek-v3": [60, 34, 43, 52, 18, 60, 27, 59, 60, 17, 17, 17],
+    "qwen3-next": [26, 9, 32, 52, 21, 11, 8, 27, 50, 27, 52, 11],
+    "qwen3.5": [12, 7, 54, 33, 58, 32, 12, 17, 8, 7, 28, 57],
+    "qwen3.5-moe": [21, 36, 12, 47, 6, 52, 55, 34, 19, 61, 30, 3],
 }
 """And its greedy continuations. `tests/parity/test_frozen_families.py` checks both, and prints them anew."""

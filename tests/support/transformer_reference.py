@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE in numpy float64, from the equations alone, as `reference.py` has Ling-3.
+"""Families of transformers and hybrids in numpy float64, from the equations alone, as `reference.py` has Ling-3.
 
 One sequence, without a batch, a cache or pages. Weights come under their published names; of `ling3` only the fields of
 a config are read. In shapes T is tokens, D hidden, H heads, d channels of a head.
@@ -7,22 +7,50 @@ a config are read. In shapes T is tokens, D hidden, H heads, d channels of a hea
 import math
 
 import numpy as np
-from reference import Array, Reader, Weights, rms_norm, silu
+from reference import Array, Reader, Weights, rms_norm, short_conv, sigmoid, silu
 
 
 def forward(weights: Weights, config, tokens: list[int]) -> Array:
     """The logits `[T, vocab]` of one sequence."""
-    at = Reader({name: np.asarray(array, np.float64) for name, array in weights.items()}, "model")
+    at = reader(weights)
+    head = at("embed_tokens") if config.tie_word_embeddings else Reader(at.weights, "lm_head")
+    return hidden(at, config, tokens) @ head.weight.T
+
+
+def reader(weights: Weights) -> Reader:
+    """The weights of the decoder in float64."""
+    nested = "model.language_model" if "model.language_model.norm.weight" in weights else "model"
+    return Reader({name: np.asarray(array, np.float64) for name, array in weights.items()}, nested)
+
+
+def hidden(at: Reader, config, tokens: list[int]) -> Array:
+    """The normed hidden states `[T, D]`."""
     x = at("embed_tokens").weight[np.asarray(tokens)]
     for i in range(config.num_hidden_layers):
-        layer = at(f"layers.{i}")
-        x = x + attention(
-            layer("self_attn"), config, i, rms_norm(x, layer("input_layernorm").weight, config.rms_norm_eps)
-        )
-        h = rms_norm(x, layer("post_attention_layernorm").weight, config.rms_norm_eps)
-        x = x + (moe if f"{layer.prefix}.mlp.gate.weight" in weights else swiglu)(layer("mlp"), config, h)
-    head = at("embed_tokens") if config.tie_word_embeddings else Reader(at.weights, "lm_head")
-    return rms_norm(x, at("norm").weight, config.rms_norm_eps) @ head.weight.T
+        x = decoded(at(f"layers.{i}"), config, i, x)
+    return norm(at, "norm", config, x)
+
+
+def decoded(layer: Reader, config, i: int, x: Array) -> Array:
+    """The residual stream after a layer."""
+    x = x + mixed(layer, config, i, norm(layer, "input_layernorm", config, x))
+    h = norm(layer, "post_attention_layernorm", config, x)
+    return x + (moe if f"{layer.prefix}.mlp.gate.weight" in layer.weights else swiglu)(layer("mlp"), config, h)
+
+
+def norm(at: Reader, name: str, config, x: Array) -> Array:
+    """RMSNorm, in Qwen's hybrids with 1 + w in place of w."""
+    zero_centered = hasattr(config, "linear_num_value_heads")
+    return rms_norm(x, at(name).weight + zero_centered, config.rms_norm_eps)
+
+
+def mixed(layer: Reader, config, i: int, x: Array) -> Array:
+    """The attention of a layer, of the kind whose weights it has."""
+    if f"{layer.prefix}.linear_attn.A_log" in layer.weights:
+        return gated_deltanet(layer("linear_attn"), config, x)
+    if f"{layer.prefix}.self_attn.kv_b_proj.weight" in layer.weights:
+        return latent_attention(layer("self_attn"), config, x)
+    return attention(layer("self_attn"), config, i, x)
 
 
 def linear(at: Reader, name: str, x: Array) -> Array:
@@ -33,11 +61,17 @@ def linear(at: Reader, name: str, x: Array) -> Array:
 def attention(at: Reader, config, layer: int, x: Array) -> Array:
     """Grouped-query attention, `[T, D] -> [T, D]`."""
     length, size, group = len(x), config.head_dim, config.num_attention_heads // config.num_key_value_heads
-    q, k, v = (linear(at, f"{n}_proj", x).reshape(length, -1, size) for n in "qkv")
+    q, k, v = (linear(at, f"{n}_proj", x) for n in "qkv")
+    gated = q.shape[1] == 2 * config.num_attention_heads * size
+    q, gate = np.split(q.reshape(length, -1, (1 + gated) * size), [size], axis=-1)
+    k, v = (h.reshape(length, -1, size) for h in (k, v))
     if f"{at.prefix}.q_norm.weight" in at.weights:
-        q, k = (rms_norm(h, at(f"{n}_norm").weight, config.rms_norm_eps) for n, h in (("q", q), ("k", k)))
+        q, k = norm(at, "q_norm", config, q), norm(at, "k_norm", config, k)
     frequencies, magnitude = rope(config)
-    q, k = (magnitude * rotate(h, frequencies) for h in (q, k))
+    turned = 2 * len(frequencies)
+    q, k = (
+        np.concatenate([magnitude * rotate(h[..., :turned], frequencies), h[..., turned:]], axis=-1) for h in (q, k)
+    )
     k, v = (np.repeat(h, group, axis=1) for h in (k, v))
     seen = np.tri(length, dtype=bool)
     if (window := window_of(config, layer)) is not None:
@@ -45,7 +79,59 @@ def attention(at: Reader, config, layer: int, x: Array) -> Array:
     scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) / math.sqrt(size), -np.inf)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     o = np.einsum("hqk,khd->qhd", p / p.sum(axis=-1, keepdims=True), v)
+    o = o * sigmoid(gate) if gated else o
     return linear(at, "o_proj", o.reshape(length, -1))
+
+
+def latent_attention(at: Reader, config, x: Array) -> Array:
+    """DeepSeek-V3's multi-head latent attention (arXiv 2405.04434, §2.1), `[T, D] -> [T, D]`, with expanded keys."""
+    length, nope, scaling = len(x), config.qk_nope_head_dim, config.rope_scaling
+    q = at.linear("q_proj", x) if config.q_lora_rank is None else at.linear("q_a_proj", x)
+    if config.q_lora_rank is not None:
+        q = at.linear("q_b_proj", rms_norm(q, at("q_a_layernorm").weight, 1e-6))
+    q = q.reshape(length, config.num_attention_heads, -1)
+    latent, shared = np.split(at.linear("kv_a_proj_with_mqa", x), [config.kv_lora_rank], axis=-1)
+    kv = at.linear("kv_b_proj", rms_norm(latent, at("kv_a_layernorm").weight, 1e-6))
+    k, v = np.split(kv.reshape(length, config.num_attention_heads, -1), [nope], axis=-1)
+    frequencies, magnitude = rope(config)
+    halves = np.argsort(np.arange(2 * len(frequencies)) % 2, kind="stable")  # pairs of neighbours as halves
+    q_rope, k_rope = (magnitude * rotate(h[..., halves], frequencies) for h in (q[..., nope:], shared[:, None]))
+    scores = np.einsum("qhc,khc->hqk", q[..., :nope], k) + np.einsum("qhc,kxc->hqk", q_rope, k_rope)
+    scale = q.shape[-1] ** -0.5
+    if scaling is not None and scaling.mscale_all_dim:
+        scale *= (1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)) ** 2
+    scores = np.where(np.tri(length, dtype=bool), scale * scores, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    o = np.einsum("hqk,khv->qhv", p / p.sum(axis=-1, keepdims=True), v)
+    return at.linear("o_proj", o.reshape(length, -1))
+
+
+def gated_deltanet(at: Reader, config, x: Array) -> Array:
+    """Gated DeltaNet (arXiv 2412.06464, §3), `[T, D] -> [T, D]`, token by token; each key head serves R value heads."""
+    length, heads, size = len(x), config.linear_num_key_heads, config.linear_key_head_dim
+    repeats, value = config.linear_num_value_heads // heads, config.linear_value_head_dim
+    if f"{at.prefix}.in_proj_qkvz.weight" in at.weights:
+        qkvz = at.linear("in_proj_qkvz", x).reshape(length, heads, -1)
+        *qkv, z = np.split(qkvz, np.cumsum([size, size, repeats * value]), axis=-1)
+        qkv = np.concatenate([part.reshape(length, -1) for part in qkv], axis=-1)
+        b, a = np.split(at.linear("in_proj_ba", x).reshape(length, heads, -1), [repeats], axis=-1)
+    else:
+        qkv, z, b, a = (at.linear(f"in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
+    z, b, a = z.reshape(length, -1, value), b.reshape(length, -1), a.reshape(length, -1)
+    qkv = silu(short_conv(qkv, at("conv1d").weight))
+    q, k, v = np.split(qkv, [heads * size, 2 * heads * size], axis=-1)
+    q, k = (h.reshape(length, heads, size) for h in (q, k))
+    q, k = (np.repeat(h / np.sqrt(np.sum(h**2, -1, keepdims=True) + 1e-6), repeats, axis=1) for h in (q, k))
+    v, beta = v.reshape(length, -1, value), sigmoid(b)
+    decay = np.exp(-np.exp(at.A_log) * np.logaddexp(0.0, a + at.dt_bias))
+    state, o = np.zeros((heads * repeats, size, value)), np.zeros_like(v)
+    for t in range(length):
+        state = decay[t][:, None, None] * state
+        u = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state = state + np.einsum("hk,hv->hkv", k[t], u)
+        o[t] = np.einsum("hkv,hk->hv", state, q[t]) / math.sqrt(size)
+    o = rms_norm(o, at("norm").weight, config.rms_norm_eps) * silu(z)
+    return at.linear("out_proj", o.reshape(length, -1))
 
 
 def window_of(config, layer: int) -> int | None:
@@ -64,7 +150,7 @@ def rotate(x: Array, frequencies: Array) -> Array:
 
 def rope(config) -> tuple[Array, float]:
     """The angle of each pair per token, in radians, and the factor on cos and sin."""
-    pairs = config.head_dim // 2
+    pairs = int(config.head_dim * getattr(config, "partial_rotary_factor", 1.0)) // 2
     plain = np.array([config.rope_theta ** (-i / pairs) for i in range(pairs)])
     scaling = config.rope_scaling
     match scaling and scaling.rope_type:
@@ -105,12 +191,30 @@ def swiglu(at: Reader, config, x: Array) -> Array:
 
 
 def moe(at: Reader, config, x: Array) -> Array:
-    """`Σ_e w_e expert_e(x)` over the best experts of each token."""
-    y = np.zeros_like(x)
-    s = np.exp(at.linear("gate", x))
-    s = s / s.sum(axis=-1, keepdims=True)
+    """`Σ_e w_e expert_e(x)` over the best experts of each token, and the shared expert."""
+    y, bias = np.zeros_like(x), at.weights.get(f"{at.prefix}.gate.e_score_correction_bias")
+    if bias is None:
+        s = np.exp(at.linear("gate", x))
+        s = s / s.sum(axis=-1, keepdims=True)
+    else:
+        s = sigmoid(at.linear("gate", x))
     for t, row in enumerate(s):
-        best = np.argsort(-row, kind="stable")[: config.num_experts_per_tok]
-        w = row[best] / (row[best].sum() if config.norm_topk_prob else 1.0)
+        best = chosen(row if bias is None else row + bias, config)
+        w = row[best] / (row[best].sum() if getattr(config, "norm_topk_prob", True) else 1.0)
+        w = w * getattr(config, "routed_scaling_factor", 1.0)
         y[t] = sum(w_e * swiglu(at(f"experts.{e}"), config, x[t]) for e, w_e in zip(best, w, strict=True))
+    if f"{at.prefix}.shared_experts.up_proj.weight" in at.weights:
+        y += swiglu(at("shared_experts"), config, x)
+    if f"{at.prefix}.shared_expert.up_proj.weight" in at.weights:
+        y += sigmoid(at.linear("shared_expert_gate", x)) * swiglu(at("shared_expert"), config, x)
     return y
+
+
+def chosen(scores: Array, config) -> Array:
+    """The best experts of a token, out of the groups with the largest sums of their two best experts."""
+    groups = np.array_split(scores, getattr(config, "n_group", 1))
+    if len(groups) > 1:
+        sums = np.array([np.sort(group)[-2:].sum() for group in groups])
+        kept = np.argsort(-sums, kind="stable")[: config.topk_group]
+        scores = np.concatenate([own if g in kept else np.full_like(own, -np.inf) for g, own in enumerate(groups)])
+    return np.argsort(-scores, kind="stable")[: config.num_experts_per_tok]

@@ -37,7 +37,7 @@ def _run(
     q: Float32[Array, "batch seq heads key"],
     k: Float32[Array, "batch seq heads key"],
     v: Float32[Array, "batch seq heads value"],
-    g: Float32[Array, "batch seq heads key"],
+    g: Float32[Array, "batch seq heads #key"],
     beta: Float32[Array, "batch seq heads"],
     state: Float32[Array, "batch heads key value"],
 ) -> tuple[Float32[Array, "batch seq heads value"], Float32[Array, "batch heads key value"]]:
@@ -49,7 +49,7 @@ def _run(
     shapes = (jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(state.shape, jnp.float32))
     target = native.target(SOURCE, "kda_run")
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases={5: 1})
-    o, after = call(q, k, v, g, beta, state)
+    o, after = call(q, k, v, jnp.broadcast_to(g, k.shape), beta, state)
     return o, after
 
 
@@ -62,7 +62,7 @@ def chunk_kda(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
     *,
@@ -81,7 +81,7 @@ def in_turn(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
@@ -94,14 +94,14 @@ def look(
     q: Float[Array, "batch seq heads key"],
     k: Float[Array, "batch seq heads key"],
     v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads key"],
+    g: Float[Array, "batch seq heads #key"],
     beta: Float[Array, "batch seq heads"],
     state: Float[Array, "batch heads key value"],
 ) -> Float[Array, "batch seq heads value"]:
     """Computes `kda.KDALook` with the C++ kernel, which writes no state: copies of some columns stay in the cache."""
     _check(state)
     call = jax.ffi.ffi_call(native.target(SOURCE, "kda_look"), jax.ShapeDtypeStruct(v.shape, jnp.float32))
-    return call(q, k, v, g, beta, state)
+    return call(q, k, v, jnp.broadcast_to(g, k.shape), beta, state)
 
 
 def _check(state: Float[Array, "batch heads key value"]) -> None:
@@ -113,7 +113,7 @@ def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
@@ -129,7 +129,7 @@ def xla_kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:

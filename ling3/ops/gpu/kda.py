@@ -19,7 +19,7 @@ def kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
 ) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
@@ -34,7 +34,7 @@ def fused_kda_step(
     q: Float[Array, "batch heads key"],
     k: Float[Array, "batch heads key"],
     v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads key"],
+    g: Float[Array, "batch heads #key"],
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key value"],
     *,
@@ -66,7 +66,7 @@ def fused_kda_step(
         interpret=interpret,
         name="kda_step",
         compiler_params=None if interpret else triton_params(warps=WARPS),
-    )(q, k, v, g, beta[..., None], state)
+    )(q, k, v, jnp.broadcast_to(g, k.shape), beta[..., None], state)
     return o, new
 
 

@@ -1,0 +1,183 @@
+"""DeepSeek-V3, Kimi-K2 and Moonlight (`DeepseekV3ForCausalLM`): MLA without a gate, over sparse experts."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from ling3.families import transformer
+from ling3.families.config_fields import Only, field, found, too_large
+from ling3.families.family import Family
+from ling3.families.transformer import count, size
+from ling3.layers.draw import Draw
+from ling3.layers.mla import MLA, MLAConfig
+from ling3.layers.moe import MoE, MoEConfig
+from ling3.layers.norm import RMSNorm
+from ling3.model import CausalLM, FeedForward
+from ling3.mtp import MTP
+
+LATENT_EPS = 1e-6
+"""The eps of both latent norms in the authors' code and in transformers, whatever `rms_norm_eps` is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV3Config(transformer.TransformerConfig):
+    """DeepSeek-V3's fields under the published names (arXiv 2412.19437). Raises ConfigError."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    model_type = "deepseek_v3"
+    only = transformer.ONLY | {
+        "attention_bias": Only((False, None), "no linear map has a bias"),
+        "moe_layer_freq": Only((1, None), "every layer after the dense ones is sparse", written=True),
+        "rope_interleave": Only((True, None), "RoPE rotates neighbouring channels"),
+        "scoring_func": Only(("sigmoid", None), "the router's scores are sigmoids", written=True),
+        "topk_method": Only(("noaux_tc", None), "experts are chosen in groups, by biased scores", written=True),
+    }
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "qk_head_dim": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim
+    }
+
+    head_dim: int = count(absent=lambda values: values["qk_rope_head_dim"])
+    """`qk_rope_head_dim` again, which transformers writes."""
+    q_lora_rank: int | None = size()
+    """The rank of the query projection; None for one matrix."""
+    kv_lora_rank: int = size()
+    qk_nope_head_dim: int = count()
+    qk_rope_head_dim: int = count()
+    v_head_dim: int = count()
+    first_k_dense_replace: int = field(ge=0, le=1000)
+    n_routed_experts: int = count(aliases=("num_local_experts",))
+    n_shared_experts: int = field(ge=0, le=64)
+    num_experts_per_tok: int = count()
+    moe_intermediate_size: int = size()
+    n_group: int = count(absent=1)
+    topk_group: int = count(absent=1)
+    norm_topk_prob: bool = field(absent=True)
+    routed_scaling_factor: float = field(gt=0)
+    num_nextn_predict_layers: int = field(ge=0, le=64, absent=0, aliases=("num_mtp_layers",))
+    """The number of multi-token-prediction layers, which `load` skips by default."""
+
+    def misfits(self) -> Iterable[str]:
+        """Problems between fields that are valid by themselves."""
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        for name, own in (("num_key_value_heads", heads), ("head_dim", self.qk_rope_head_dim)):
+            if (value := getattr(self, name)) != own:
+                yield f"{name}: {found(value)}; expected {own}, as MLA has one size and number of heads; leave it out"
+        if self.first_k_dense_replace > layers:
+            yield f"first_k_dense_replace: found {self.first_k_dense_replace}; expected at most {layers}; correct it"
+        yield from transformer.routing_misfits(self, "n_routed_experts", "n_group", "num_experts_per_tok")
+        yield from too_large(3 * layers * self.n_routed_experts * self.hidden_size * self.moe_intermediate_size)
+
+    def mlp_kind(self, layer: int) -> str:
+        """The feed-forward of 0-based `layer`: `dense` or `moe`."""
+        return "dense" if layer < self.first_k_dense_replace else "moe"
+
+    def mixer(self, *, key: PRNGKeyArray, dtype: DTypeLike) -> MLA:
+        """The attention of any layer, with random weights."""
+        config = MLAConfig(
+            hidden=self.hidden_size,
+            heads=self.num_attention_heads,
+            q_rank=self.q_lora_rank,
+            latent=self.kv_lora_rank,
+            nope=self.qk_nope_head_dim,
+            rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+            eps=LATENT_EPS,
+            std=self.initializer_range,
+            rotation=dataclasses.replace(self.rope, interleaved=True),
+            gate_law="none",
+            score_factor=1.0 if self.rope_scaling is None else self.rope_scaling.score_factor,
+        )
+        return MLA.init(config, key=key, dtype=dtype)
+
+    def experts(self, *, key: PRNGKeyArray, dtype: DTypeLike) -> MoE:
+        """The mixture of experts of a sparse layer, with random weights."""
+        config = MoEConfig(
+            hidden=self.hidden_size,
+            experts=self.n_routed_experts,
+            intermediate=self.moe_intermediate_size,
+            shared=self.moe_intermediate_size * self.n_shared_experts,
+            top_k=self.num_experts_per_tok,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            normalize=self.norm_topk_prob,
+            scaling=self.routed_scaling_factor,
+            std=self.initializer_range,
+        )
+        return MoE.init(config, key=key, dtype=dtype)
+
+
+def init(config: DeepseekV3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
+    """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0."""
+
+    def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
+        if config.mlp_kind(layer) == "dense":
+            return transformer.dense_mlp(config, own, dtype)
+        return config.experts(key=own, dtype=dtype)
+
+    return transformer.build(
+        config, lambda _, own: config.mixer(key=own, dtype=dtype), feed_forward, key=key, dtype=dtype
+    )
+
+
+def mtp_layer(config: DeepseekV3Config, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
+    """Multi-token-prediction layer `number`, of MLA and experts (DeepSeek-V3, §2.2)."""
+    attention, mlp, projection = jax.random.split(key, 3)
+    enorm, hnorm, before, between, last = (RMSNorm.init(config.hidden_size, config.rms_norm_eps) for _ in range(5))
+    draw = Draw(MTP, {"hidden": config.hidden_size}, iter([projection]), dtype, config.initializer_range)
+    mixer, experts = config.mixer(key=attention, dtype=dtype), config.experts(key=mlp, dtype=dtype)
+    return MTP(enorm, hnorm, draw("eh_proj"), before, mixer, between, experts, last)
+
+
+_NAMES = (
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
+    (r"\.final_layernorm\.", ".shared_head.norm."),
+)
+"""Regexes and replacements that turn the tree's names into the published ones, before those of every transformer."""
+
+
+def published_name(name: str, config: DeepseekV3Config) -> str:
+    """The checkpoint's name of the tensor at the path `name`: MTP layers are numbered after the decoder layers."""
+    match name.split(".", 2):
+        case ["mtp", number, within]:
+            name = f"model.layers.{config.num_hidden_layers + int(number)}.{within}"
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return transformer.published_name(name, config)
+
+
+_MTP = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def _of_mtp(name: str, config: DeepseekV3Config) -> str | None:
+    """The name within its layer of a tensor of a multi-token-prediction layer; None for any other tensor."""
+    layer = _MTP.fullmatch(name)
+    number = -1 if layer is None else int(layer[1]) - config.num_hidden_layers
+    return layer[2] if layer is not None and 0 <= number < config.num_nextn_predict_layers else None
+
+
+def shared_copy(name: str, config: DeepseekV3Config) -> str | None:
+    """The original of what each multi-token-prediction layer has a copy of, the embedding and the head; else None."""
+    own = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return own.get(_of_mtp(name, config) or "", transformer.tied_copy(name, config))
+
+
+FAMILY = Family(
+    name="DeepSeek-V3",
+    architectures=(DeepseekV3Config.architecture,),
+    model_types=(DeepseekV3Config.model_type, "kimi_k2"),
+    config=DeepseekV3Config,
+    read=DeepseekV3Config.from_dict,
+    init=init,
+    published=published_name,
+    formats_in_headers=True,  # the published `eh_proj` is in bfloat16, of which the config says nothing
+    skips=lambda name, config: _of_mtp(name, config) is not None,
+    copies=shared_copy,
+    mtp=mtp_layer,
+    mtp_layers=lambda config: config.num_nextn_predict_layers,
+    with_mtp_layers=lambda config, count: dataclasses.replace(config, num_nextn_predict_layers=count),
+)

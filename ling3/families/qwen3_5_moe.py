@@ -1,0 +1,58 @@
+"""Qwen3.5-MoE's text models (`Qwen3_5MoeForConditionalGeneration`, `Qwen3_5MoeForCausalLM`): all layers are sparse."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from ling3.families import qwen3_5
+from ling3.families.family import Place
+from ling3.families.qwen3_5 import TextFields
+from ling3.families.qwen3_moe import ExpertFields
+from ling3.families.qwen3_next import HybridFields
+from ling3.families.transformer import size
+from ling3.model import CausalLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen35MoeConfig(TextFields, ExpertFields):
+    """The config of a Qwen3.5-MoE. Raises ConfigError."""
+
+    architecture = "Qwen3_5MoeForCausalLM"
+    model_type = "qwen3_5_moe_text"
+
+    shared_expert_intermediate_size: int = size()
+    intermediate_size: int = size(absent=lambda values: values["moe_intermediate_size"])
+    """Unused, as no layer is dense."""
+
+    def mlp_kind(self, layer: int) -> str:
+        """The feed-forward of any layer: `moe`."""
+        return "moe"
+
+    def misfits(self) -> Iterable[str]:
+        """Problems between fields that are valid by themselves."""
+        return [*ExpertFields.misfits(self), *HybridFields.misfits(self)]
+
+
+def init(config: Qwen35MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
+    """Random weights, as of a Qwen3-Next; the weights of a token's experts always sum to 1."""
+    options = {"dtype": dtype, "normalize": True, "shared": config.shared_expert_intermediate_size}
+    return qwen3_5.build(config, lambda _, own: config.moe(key=own, **options), key=key, dtype=dtype)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def stacked(name: str, shape: tuple[int, ...], config: Qwen35MoeConfig) -> Place:
+    """Where the published files in floats have a tensor: all experts of a layer are in one, with gates above ups."""
+    if (found := _EXPERT.fullmatch(name)) is None:
+        return Place(name)
+    (experts, number, part), (rows, columns) = found.groups(), shape
+    if part == "down":
+        return Place(f"{experts}.down_proj", (config.num_experts, rows, columns), int(number) * rows * columns)
+    start = (2 * int(number) + (part == "up")) * rows * columns
+    return Place(f"{experts}.gate_up_proj", (config.num_experts, 2 * rows, columns), start)
+
+
+FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, layouts=(stacked,))
