@@ -217,8 +217,8 @@ async def answer(service: Service, asked: MessagesRequest) -> Response:
         raise wrong(
             "thinking.budget_tokens", f"is {budget}, expected less than max_tokens, which is {asked.max_tokens}"
         )
+    chat_alike, prefill = await asked.as_chat(service)
     try:
-        chat_alike, prefill = await asked.as_chat(service)
         more = {"max_completion_tokens": asked.max_tokens, "stop": asked.stop_sequences, "top_k": asked.top_k or None}
         chat_alike = chat_alike.model_copy(update=more)
         deltas, (reply,), tokens = await chat.begin(service, chat_alike, asked.offered, prefill, cut=True)
@@ -229,8 +229,8 @@ async def answer(service: Service, asked: MessagesRequest) -> Response:
 
 async def count_tokens(service: Service, asked: CountTokens) -> Response:
     """Answers a request for the number of tokens of a conversation."""
+    chat_alike, prefill = await asked.as_chat(service)
     try:
-        chat_alike, prefill = await asked.as_chat(service)
         prompt = await chat.prompt(service, chat_alike, asked.offered, prefill)
     except ApiError as error:
         raise renamed(error, NAMES) from None
