@@ -77,13 +77,13 @@ class ToolChoice(Known):
 
     @property
     def of_chat(self) -> str | dict[str, Any]:
-        """The `tool_choice` of a chat."""
+        """The choice in the form of a chat's `tool_choice`."""
         if self.type == "tool":
             return {"type": "function", "name": self.name}
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Known):
+class ThinkingConfig(Known):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -93,7 +93,7 @@ class Thinking(Known):
     """Thinking comes as it is, without summaries, unless it is `omitted`."""
 
     @pydantic.model_validator(mode="after")
-    def _whole(self) -> "Thinking":
+    def _whole(self) -> "ThinkingConfig":
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise ValueError("expected budget_tokens for the type enabled alone")
         return self
@@ -155,7 +155,7 @@ class CountTokens(Known):
     system: str | List[dict[str, Any]] | None = None
     tools: List[InputTool] | None = pydantic.Field(None, max_length=MOST)
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -36,18 +36,12 @@ BLOCKS = {
 """The types of blocks that the messages of each role may have."""
 
 
-class Conversation(NamedTuple):
-    """A request's conversation as a chat has it."""
-
-    messages: list[dict[str, Any]]
-    prefill: str
-    """The beginning of the answer, which a last message of the assistant's is."""
-
-
 def conversation(
     given: Sequence[dict[str, Any]], system: str | Sequence[dict[str, Any]] | None, allow_unknown: bool = False
-) -> Conversation:
-    """Converts a request's `messages` and its `system` to the messages of a chat.
+) -> tuple[list[dict[str, Any]], str]:
+    """Converts a request's `messages` and its `system` to the messages of a chat, and the beginning of the answer.
+
+    A last message of the assistant's is that beginning, which otherwise is empty.
 
     Raises ApiError 400 for unsupported blocks, and for unknown fields unless these are allowed.
     """
@@ -55,13 +49,13 @@ def conversation(
     for i, message in enumerate(given):
         messages += _messages(message, f"messages.{i}", allow_unknown)
     if given[-1]["role"] != "assistant":
-        return Conversation(messages, "")
+        return messages, ""
     last, where = messages.pop(), f"messages.{len(given) - 1}"
     if last.keys() != {"role", "content"}:
         raise wrong(where, "is the assistant's and the last one: only a text can be continued")
     if last["content"] != last["content"].rstrip():
         raise wrong(where, "ends in white space, which an answer cannot continue")
-    return Conversation(messages, last["content"])
+    return messages, last["content"]
 
 
 def _messages(message: dict[str, Any], where: str, allow: bool) -> list[dict[str, Any]]:

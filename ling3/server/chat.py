@@ -27,7 +27,7 @@ async def answer(service: Service, asked: Chat) -> Response:
     return await respond(_Messages(service, asked, replies, tokens), deltas, asked.stream)
 
 
-class Prompt(NamedTuple):
+class ChatPrompt(NamedTuple):
     """A conversation as the model gets it."""
 
     ids: list[int]
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
     offered: tools.Tools
 
 
-async def prompt(service: Service, asked: Chat, given: Sequence[Callable], prefill: str = "") -> Prompt:
+async def prompt(service: Service, asked: Chat, given: Sequence[Callable], prefill: str = "") -> ChatPrompt:
     """The prompt of a chat; `given` are its tools, and `prefill` is how the answer begins.
 
     Raises ApiError for a request that cannot be answered.
@@ -56,7 +56,7 @@ async def prompt(service: Service, asked: Chat, given: Sequence[Callable], prefi
     opens = opens_thinking(text)
     if opens and effort in ("none", "minimal"):
         raise wrong("reasoning_effort", f"is {effort}, and the prompt opens the thinking")
-    return Prompt(ids, opens, offered)
+    return ChatPrompt(ids, opens, offered)
 
 
 async def begin(
