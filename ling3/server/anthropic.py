@@ -116,7 +116,7 @@ class OutputConfig(Known):
 
 
 class ClearThinking(Known):
-    """Which thinking of the conversation the model sees again, which is what its chat template shows."""
+    """Leaves out earlier thinking of the conversation; the chat template decides which the model sees again."""
 
     names = FieldNames({"keep": "it is what the chat template shows"})
 
