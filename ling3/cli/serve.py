@@ -1,4 +1,4 @@
-"""`ling3 serve`: an OpenAI-compatible HTTP server."""
+"""`ling3 serve`: an HTTP server of OpenAI's and Anthropic's protocols."""
 
 import dataclasses
 import pathlib
@@ -20,7 +20,7 @@ from ling3.cli.terminal import compiling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve(Command):
-    """Answer chats over HTTP, in OpenAI's protocol (extra: serve).
+    """Answer chats over HTTP, in OpenAI's and Anthropic's protocols (extra: serve).
 
     ling3 serve nano --port 8000
     """

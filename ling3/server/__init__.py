@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server over an engine (the extra `serve`)."""
+"""An HTTP server of OpenAI's and Anthropic's protocols over an engine (the extra `serve`)."""

@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Scope
 
-from ling3.server import chat, completions, fields, openapi, page, responses, tokens
+from ling3.runtime.quoting import printable
+from ling3.server import anthropic, chat, completions, fields, openapi, page, responses, tokens
 from ling3.server.body import Post
-from ling3.server.errors import ApiError, Guarded
+from ling3.server.errors import MESSAGES, ApiError, Guarded
 from ling3.server.observed import Observed
 from ling3.server.origins import Hosts, Origins
 from ling3.server.service import Service
@@ -24,9 +25,13 @@ POSTS = {
     "/v1/chat/completions": Post(fields.Chat, chat.answer),
     "/v1/completions": Post(fields.Completion, completions.answer),
     "/v1/responses": Post(responses.Asked, responses.answer),
+    MESSAGES: Post(anthropic.MessagesRequest, anthropic.answer),
+    f"{MESSAGES}/count_tokens": Post(anthropic.CountTokens, anthropic.count_tokens),
     "/tokenize": Post(tokens.Tokenize, tokens.tokenize),
     "/detokenize": Post(tokens.Detokenize, tokens.detokenize),
 }
+ELSEWHERE = {"embed": "embeddings: it continues texts", "rerank": "scores of documents: it continues texts"}
+"""Words in the paths of what other servers have, and why it is not served here."""
 
 
 def build(
@@ -59,7 +64,7 @@ def build(
     whole.state.description = openapi.document([*routes, health], {path: post.model for path, post in POSTS.items()})
     app: ASGIApp = whole
     if allow_origins:
-        exposed = ["x-request-id", "retry-after"]
+        exposed = ["x-request-id", "request-id", "retry-after"]
         app = CORSMiddleware(app, allow_origins, ["GET", "POST"], ["*"], expose_headers=exposed, max_age=3600)
     return Observed(app, service, timeout)
 
@@ -71,10 +76,11 @@ def _keyed(keys: Sequence[str]) -> Callable[[Scope], ApiError | None]:
     digests = [_digest(key.encode()) for key in keys]
 
     def refusal(scope: Scope) -> ApiError | None:
-        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        digest = _digest(given)
-        known = any([hmac.compare_digest(digest, key) for key in digests])  # noqa: C419 -- all are compared
-        if not digests or (scheme.lower() == b"bearer" and known):
+        headers = dict(scope["headers"])
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [_digest(bearer if scheme.lower() == b"bearer" else b""), _digest(headers.get(b"x-api-key", b""))]
+        known = [hmac.compare_digest(each, key) for each in given for key in digests]  # all are compared
+        if not digests or any(known):
             return None
         return ApiError(401, "no valid API key was given", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
@@ -127,11 +133,16 @@ class Health(HTTPEndpoint):
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return error.response()
+    return error.response(request.scope)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return ApiError(error.status_code, error.detail, headers=error.headers).response()
+    message = error.detail
+    if error.status_code == 404:
+        path = printable(request.url.path, 80)
+        why = next((f"the model has no {what}; " for word, what in ELSEWHERE.items() if word in path), "")
+        message = f"{path} is not served: {why}POST requests go to {', '.join(POSTS)}"
+    return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
@@ -139,4 +150,4 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed").response()
+    return ApiError(500, "the server failed").response(request.scope)

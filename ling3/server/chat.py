@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -17,8 +17,8 @@ from ling3.server.messages import CALLS, GOES_ON, rendered
 from ling3.server.reply_grammars import Callable, after_thinking
 from ling3.server.scores import of_chat
 from ling3.server.service import Deltas, Service
-from ling3.text.replies import Piece, Reply, TokenReply, opens_thinking
-from ling3.text.tokenizer import thinking
+from ling3.text.replies import THINK_END, Piece, Reply, TokenReply, opens_thinking
+from ling3.text.tokenizer import Tokenizer, thinking
 
 
 async def answer(service: Service, asked: Chat) -> Response:
@@ -27,11 +27,19 @@ async def answer(service: Service, asked: Chat) -> Response:
     return await respond(_Messages(service, asked, replies, tokens), deltas, asked.stream)
 
 
-async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tuple[Deltas, list[TokenReply], int]:
-    """Starts generating the answers to a chat; `given` are its tools.
+class ChatPrompt(NamedTuple):
+    """A conversation as the model gets it."""
 
-    Returns the deltas, a parser for each of the `n` replies, and the number of prompt tokens. Raises ApiError for a
-    request that cannot be answered.
+    ids: list[int]
+    opens: bool
+    """Whether it opens the thinking."""
+    offered: tools.Tools
+
+
+async def prompt(service: Service, asked: Chat, given: Sequence[Callable], prefill: str = "") -> ChatPrompt:
+    """The prompt of a chat; `given` are its tools, and `prefill` is how the answer begins.
+
+    Raises ApiError for a request that cannot be answered.
     """
     tokenizer, effort = service.tokenizer, asked.reasoning_effort
     parallel = None if asked.tools == [] else asked.parallel_tool_calls  # clients send it without tools, too
@@ -42,25 +50,38 @@ async def begin(service: Service, asked: Chat, given: Sequence[Callable]) -> tup
         message = f"is {effort}, and this model's chat template has no switch for thinking"
         raise wrong("reasoning_effort", message, "unsupported_parameter")
     variables = {**(thinking(effort) if effort else {}), **(asked.chat_template_kwargs or {})}
-    prompt = service, asked.messages, variables, offered.shown
+    parts = service, asked.messages, variables, offered.shown, prefill
     short = not offered.shown and len(str((asked.messages, variables))) <= SHORT
-    text, ids = rendered(*prompt) if short else await asyncio.to_thread(rendered, *prompt)
+    text, ids = rendered(*parts) if short else await asyncio.to_thread(rendered, *parts)
     opens = opens_thinking(text)
     if opens and effort in ("none", "minimal"):
         raise wrong("reasoning_effort", f"is {effort}, and the prompt opens the thinking")
+    return ChatPrompt(ids, opens, offered)
+
+
+async def begin(
+    service: Service, asked: Chat, given: Sequence[Callable], prefill: str = "", cut: bool = False
+) -> tuple[Deltas, list[TokenReply], int]:
+    """Starts generating the answers to a chat; `given` are its tools, and `prefill` is how the answer begins.
+
+    An answer of more tokens than the context has room for is refused, or `cut`. Returns the deltas, a parser for each
+    of the `n` replies, and the number of prompt tokens. Raises ApiError for a request that cannot be answered.
+    """
+    ids, opens, offered = await prompt(service, asked, given, prefill)
     room = service.room(len(ids), "messages")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
     most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-    params = asked.params(room if most is None else most, (asked.top_logprobs or 0) if asked.logprobs else None)
-    structured = offered.grammar(params.structured, tokenizer)
+    most = room if most is None else min(most, room) if cut else most
+    params = asked.params(most, (asked.top_logprobs or 0) if asked.logprobs else None)
+    structured = offered.grammar(params.structured, service.tokenizer)
     if opens and structured is not None:
-        structured = after_thinking(structured, tokenizer)
+        structured = after_thinking(structured, service.tokenizer)
     params = dataclasses.replace(params, structured=structured, adapter=service.adapter(asked.model))
     field = "tools" if offered.held else asked.grammar
     deltas = await service.start([ids], params, "messages", field)
     read = {"tools": offered.schemas, "form": offered.form, "customs": offered.customs}
-    replies = [TokenReply(Reply(thinking=opens, **read), tokenizer, ids) for _ in range(params.n)]
+    replies = [TokenReply(Reply(thinking=opens, **read), service.tokenizer, ids) for _ in range(params.n)]
     return deltas, replies, len(ids)
 
 
@@ -135,3 +156,16 @@ def _reason(reply: TokenReply, said: Delta | Completion) -> str | None:
 def pieces(reply: TokenReply, said: Delta | Completion) -> list[Piece]:
     """Parses the new text of a delta, or all the text of a completion, into pieces of the reply."""
     return reply.feed(said.text, said.token_ids, said.finish_reason is not None)
+
+
+def thinking_tokens(tokenizer: Tokenizer, ids: Sequence[int], text: str, alone: bool) -> int:
+    """How many tokens of a reply were thinking, which is `text`; `alone` says that the reply is nothing else.
+
+    Where the end of the thinking is no token, the number is how many the tokenizer makes of the text.
+    """
+    end = tokenizer.backend.token_to_id(THINK_END)
+    if not text:
+        return 0
+    if end is not None and end in ids:
+        return list(ids).index(end) + 1
+    return len(ids) if alone else len(tokenizer.encode(text, add_special_tokens=False))

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ling3.server import log
-from ling3.server.errors import ApiError, Guarded
+from ling3.server.errors import ApiError, Guarded, speaks_anthropics
 from ling3.text.json_text import dumped
 
 LONGEST_HEAD = 2**16
@@ -205,7 +205,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         log.logger.info("refused", extra={"fields": {"status": error.status}})
-        body = dumped(error.body).encode()
+        anthropics = speaks_anthropics(getattr(self, "url", b"").partition(b"?")[0].decode("latin-1"))
+        body = dumped(error.anthropic_body if anthropics else error.body).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         if self.transport.can_write_eof():

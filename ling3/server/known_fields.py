@@ -1,8 +1,8 @@
-"""Fields of OpenAI's specification that no class here declares: which are ignored, which are refused, and why.
+"""Fields of the protocols' specifications that no class here declares: which are ignored, which are refused, and why.
 
-A request's field is honoured (declared), ignored or refused; `tests/server/test_openai_schema.py` checks the fields of
-the specification against the `FieldNames` of each type. Any other field is unknown, and refused unless the server
-allows unknown fields.
+A request's field is honoured (declared), ignored or refused; `tests/server/test_openai_schema.py` and
+`test_anthropic_schema.py` check the fields of the specifications against the `FieldNames` of each type. Any other field
+is unknown, and refused unless the server allows unknown fields.
 """
 
 import dataclasses

@@ -8,6 +8,7 @@ from ling3.server.known_fields import CACHING, CITATIONS, FieldNames
 from ling3.server.service import Service
 from ling3.text.custom_inputs import INPUT
 from ling3.text.json_text import loaded
+from ling3.text.replies import opens_thinking
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
@@ -35,8 +36,12 @@ def rendered(
     given: Sequence[dict[str, Any]],
     variables: Mapping[str, Any] | None,
     tools: Sequence[dict[str, Any]] = (),
+    prefill: str = "",
 ) -> tuple[str, list[int]]:
-    """The rendered prompt and its token ids. Raises ApiError 400, which names no file, for invalid messages."""
+    """The rendered prompt and its token ids; `prefill` is the beginning of the answer, and the prompt's end.
+
+    Raises ApiError 400, which names no file, for invalid messages.
+    """
     called: dict[str, str] = {}
     allow = service.allow_unknown_fields
     messages = [_message(message, f"messages[{i}]", called, allow) for i, message in enumerate(given)]
@@ -48,6 +53,9 @@ def rendered(
         text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     except (ValueError, TypeError) as error:
         raise ApiError(400, service.plain(error), "messages") from None
+    if prefill and opens_thinking(text):
+        raise wrong("messages", "end in the beginning of an answer, which this model's thinking comes before")
+    text += prefill
     return text, service.encode(text, "messages", add_special_tokens=False)
 
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3.server import log
-from ling3.server.errors import ApiError
+from ling3.server.errors import ApiError, in_anthropics_form
 from ling3.server.limits import LARGE, MOST_LARGE
 from ling3.server.service import Service
 
@@ -101,7 +101,8 @@ class _Exchange:
         """Sends a message to the client, with the request id among its headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [*message["headers"], (b"x-request-id", self.entry.request_id.encode())]
+            names = (b"x-request-id", b"request-id") if in_anthropics_form(self._scope) else (b"x-request-id",)
+            headers = [*message["headers"], *((name, self.entry.request_id.encode()) for name in names)]
             message = {**message, "headers": headers}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -112,7 +113,7 @@ class _Exchange:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 if not self.status:
-                    await error.response()(self._scope, self._receive, self.send)
+                    await error.response(self._scope)(self._scope, self._receive, self.send)
                 elif "answer" in self._scope and not self.complete:
                     last = self._scope["answer"].failed(error)
                     await self.send({"type": "http.response.body", "body": last.encode()})

@@ -8,7 +8,7 @@ import pydantic
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
-from ling3.server.errors import ErrorBody
+from ling3.server.errors import AnthropicErrorBody, ErrorBody, speaks_anthropics
 from ling3.version import __version__
 
 Models = Mapping[str, type[pydantic.BaseModel]]
@@ -17,7 +17,7 @@ SCHEMA = "#/components/schemas/{model}"
 
 def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
     """The description in OpenAPI 3.1; `bodies` has the pydantic model for each path that reads a body."""
-    models = [*dict.fromkeys(bodies.values()), ErrorBody]
+    models = [*dict.fromkeys(bodies.values()), ErrorBody, AnthropicErrorBody]
     found, schemas = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMA)
     places = {model: place for (model, _), place in found.items()}
     paths: dict[str, dict[str, Any]] = {}
@@ -32,9 +32,12 @@ def document(routes: Sequence[BaseRoute], bodies: Models) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"anthropic_key": []}],
     }
 
 
@@ -47,7 +50,7 @@ def _operation(route: Route, path: str, bodies: Models, places: Mapping[Any, Any
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": places[model]}}}
     streams = model is not None and "stream" in model.model_fields
     kinds = ("application/json", "text/event-stream") if streams else ("application/json",)
-    error = {"application/json": {"schema": places[ErrorBody]}}
+    error = {"application/json": {"schema": places[AnthropicErrorBody if speaks_anthropics(path) else ErrorBody]}}
     operation["responses"] = {
         "200": {"description": "The answer.", "content": {kind: {} for kind in kinds}},
         "default": {"description": "What was wrong.", "content": error},

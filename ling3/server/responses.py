@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from ling3.engine.outputs import Completion, Delta, RequestOutput
 from ling3.server import chat
 from ling3.server.custom_tools import Custom, ResponseFormat
-from ling3.server.errors import ApiError
+from ling3.server.errors import ApiError, renamed
 from ling3.server.events import ProtocolAnswer, event, identifier, respond, usage_of
 from ling3.server.fields import Chat, Sampling
 from ling3.server.fields import Options as StreamOptions
@@ -20,7 +19,7 @@ from ling3.server.response_items import Items, messages_of
 from ling3.server.service import Service
 from ling3.server.tools import MOST, Function, ToolOf
 from ling3.text.json_text import dumped
-from ling3.text.replies import THINK_END, TokenReply
+from ling3.text.replies import TokenReply
 from ling3.text.tokenizer import Tokenizer
 
 SAME = (*Sampling.model_fields, "chat_template_kwargs")
@@ -156,21 +155,12 @@ async def answer(service: Service, asked: Asked) -> Response:
         chat_alike = asked.as_chat(service.allow_unknown_fields)
         deltas, (reply,), _ = await chat.begin(service, chat_alike, [each.callable for each in asked.tools or ()])
     except ApiError as error:
-        raise _renamed(error) from None
+        raise renamed(error, NAMES) from None
     return await respond(_Response(service.tokenizer, _head(asked), reply), deltas, asked.stream)
 
 
-def _renamed(error: ApiError) -> ApiError:
-    """A chat's error in this endpoint's names."""
-    message, param = str(error), error.param
-    for theirs, ours in NAMES.items():
-        if param is not None and param.split("[")[0].split(".")[0] == theirs:
-            message, param = message.replace(param, ours).replace(theirs, ours), ours
-    return ApiError(error.status, message, param, error.code, error.headers)
-
-
 def _head(asked: Asked) -> dict[str, Any]:
-    effort = None if asked.reasoning is None else asked.reasoning.effort
+    reasoning = asked.reasoning or Effort()
     text = None if asked.text is None else asked.text.format
     return {
         "id": identifier("resp"),
@@ -184,17 +174,22 @@ def _head(asked: Asked) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": None,
         "model": asked.model,
         "output": [],
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "presence_penalty": asked.presence_penalty or 0.0,
         "previous_response_id": None,
-        "reasoning": {"effort": effort, "summary": None},
+        "prompt_cache_key": None,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": None,
+        "service_tier": "default",
         "store": False,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
         "text": {"format": {"type": "text"} if text is None else text},
         "tool_choice": asked.tool_choice or "auto",
         "tools": [tool.model_dump(exclude=set(Direct.model_fields)) for tool in asked.tools or ()],
+        "top_logprobs": 0,
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -234,7 +229,9 @@ class _Response(ProtocolAnswer):
         cut, usage = output.finish_reason == "length", usage_of([output])
         status = "incomplete" if cut else "completed"
         some = [self._numbered(said) for said in self._items.close(status)]
-        thought = _thought(self._tokenizer, output.token_ids, self._items.output)
+        items = self._items.output
+        thinking = "".join(item["content"][0]["text"] for item in items if item["type"] == "reasoning")
+        thought = chat.thinking_tokens(self._tokenizer, output.token_ids, thinking, len(items) == 1)
         made = {
             **self._head,
             "status": status,
@@ -256,14 +253,3 @@ class _Response(ProtocolAnswer):
 
     def _numbered(self, said: dict[str, Any]) -> dict[str, Any]:
         return {**said, "sequence_number": next(self._numbers)}
-
-
-def _thought(tokenizer: Tokenizer, ids: Sequence[int], output: Sequence[dict[str, Any]]) -> int:
-    """How many tokens were thinking; where its end is no token, how many the tokenizer makes of its text."""
-    thinking = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
-    end = tokenizer.backend.token_to_id(THINK_END)
-    if not thinking:
-        return 0
-    if end is not None and end in ids:
-        return list(ids).index(end) + 1
-    return len(ids) if len(output) == 1 else len(tokenizer.encode("".join(thinking), add_special_tokens=False))

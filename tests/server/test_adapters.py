@@ -4,7 +4,7 @@ import http_server
 import openai
 import pytest
 from random_adapters import random_adapter
-from scripted_service import ask
+from scripted_service import anthropics, ask
 
 import ling3
 from ling3 import cli
@@ -43,9 +43,13 @@ def test_a_model_of_its_name_answers_with_it(service):
             response = await client.responses.create(input=MESSAGES, max_output_tokens=16, **how)
             ids = service.tokenizer.apply_chat_template(MESSAGES)
             text = await client.completions.create(prompt=ids, max_tokens=16, **how)
-            assert {chat.model, response.model, text.model, *(chunk.model for chunk in streamed)} == {name}
+            message = await anthropics(client._client).messages.create(messages=MESSAGES, max_tokens=16, **how)
+            assert {chat.model, response.model, text.model, message.model, *(chunk.model for chunk in streamed)} == {
+                name
+            }
             joined = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
             found[name] = {chat.choices[0].message.content, joined, response.output_text, text.choices[0].text}
+            found[name] |= {message.content[0].text}
         return found
 
     found = ask(service, texts)

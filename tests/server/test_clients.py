@@ -123,22 +123,39 @@ def test_local_chat_completions_scores_as_the_adapter_does(lm, url, tasks):
 
 
 @pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")  # the suite's own
-def test_llm_comply_finds_nothing_wrong_but_that_there_are_no_images(url, lm, monkeypatch):
+@pytest.mark.parametrize(
+    ("suite", "tool", "image", "thinking", "passed"),
+    [
+        ("openai-chat", "chat-tool-calling", "chat-image-input", None, 7),
+        ("open-responses", "tool-calling", "image-input", ("reasoning-summary", "gpt-5"), 12),
+        ("anthropic", "anth-tool-calling", "anth-image-input", ("anth-thinking-display", "claude-4"), 8),
+    ],
+)
+def test_llm_comply_finds_nothing_wrong_but_that_there_are_no_images(
+    url, monkeypatch, suite, tool, image, thinking, passed
+):
     monkeypatch.setattr("ling3.engine.intake.draw_seed", lambda: 0)  # nano says the same every time
-    found = complied(url)
+    found = complied(url, suite)
     # Nano was never shown a tool, and its arguments find no end: what is read of a call is tested with one.
-    del found["chat-tool-calling"]
+    del found[tool]
     with http_server.listening(build(recited(tokenizer(TEMPLATES["tags"]), CALL))) as caller:
-        found |= complied(caller, "chat-tool-calling")
-    assert found.pop("chat-image-input")[0] == "HTTP 400 (expected [200])"
-    assert len(found) == 7 and not any(found.values())
+        found |= complied(caller, suite, tool)
+    if thinking is not None:  # which the suite tests by the names of models that think
+        name, model = thinking
+        service = recited(tokenizer(TEMPLATES["tags"]), "hm</think>7")
+        service.name = model
+        with http_server.listening(build(service)) as thinker:
+            found |= complied(thinker, suite, name, model=model)
+    assert found.pop(image)[0] == "HTTP 400 (expected [200])"
+    assert len(found) == passed and not any(found.values())
 
 
-def complied(url, *only):
+def complied(url, suite, *only, model="nano"):
     """The errors of each test of the suite that is not skipped."""
-    config = ComplianceConfig(base_url=f"{url}/v1", api_key="none", model="nano", filter_ids=list(only) or None)
-    spec = SpecLoader(str(pathlib.Path(llm_comply.__file__).parent / "specs/openai_chat.json"))
-    results = Suite(config, get_tests("openai-chat"), spec).run_all().results
+    config = ComplianceConfig(base_url=f"{url}/v1", api_key="none", model=model, filter_ids=list(only) or None)
+    name = {"open-responses": "openresponses"}.get(suite, suite.replace("-", "_"))
+    spec = SpecLoader(str(pathlib.Path(llm_comply.__file__).parent / f"specs/{name}.json"))
+    results = Suite(config, get_tests(suite), spec).run_all().results
     return {each.id: each.errors for each in results if each.status.value != "skipped"}
 
 

@@ -87,6 +87,14 @@ def test_a_head_that_is_too_large_is_refused(server, connect, sent):
     assert status == 431 and "65536 bytes" in said["message"]
 
 
+def test_a_client_of_anthropics_protocol_is_refused_in_its_form(server, connect):
+    large = connect()
+    with contextlib.suppress(ConnectionError):
+        large.sendall(POST.replace(b"completions", b"messages") + b"x: " + b"a" * 2**17)
+    said = json.loads(rest(large).split(b"\r\n\r\n", 1)[1])
+    assert said["type"] == "error" and said["error"]["type"] == "invalid_request_error" and said["request_id"] is None
+
+
 def test_a_head_as_large_as_clients_have_is_taken(server, connect):
     one = connect()
     one.sendall(

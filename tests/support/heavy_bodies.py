@@ -30,6 +30,10 @@ BODIES = {
     "long messages": lambda: (CHAT, _json(messages=[{"role": "user", "content": "界" * MEBI}] * 2)),
     "a long message": lambda: (CHAT, _json(messages=[{"role": "user", "content": "ab" * (2 * MEBI - 99)}])),
     "items": lambda: ("/v1/responses", _json(input=QUESTION * 32_000)),
+    "blocks": lambda: (
+        "/v1/messages",
+        _json(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 32_000}], max_tokens=4),
+    ),
     "biases": lambda: (CHAT, _json(messages=QUESTION, logit_bias={str(i): 1 for i in range(130_000)})),
     "wrong biases": lambda: (CHAT, _json(messages=QUESTION, logit_bias={str(i): "" for i in range(65_000)})),
     "ends": lambda: (CHAT, _json(messages=QUESTION, stop_token_ids=[7] * 1_000_000)),

@@ -3,6 +3,7 @@
 import asyncio
 import types
 
+import anthropic
 import httpx
 import openai
 
@@ -18,8 +19,8 @@ class Reciter(ling3.Engine):
     max_model_len, alive, adapters = 2048, True, ()
     settings = types.SimpleNamespace(max_running_requests=8)
 
-    def __init__(self, tokenizer, *texts, size=1, reason="stop"):
-        self.tokenizer, self.texts, self.size, self.reason = tokenizer, list(texts), size, reason
+    def __init__(self, tokenizer, *texts, size=1, reason="stop", stop=None):
+        self.tokenizer, self.texts, self.size, self.reason, self.stop = tokenizer, list(texts), size, reason, stop
         self.prompts, self.params = [], []
 
     def left(self, tokens):
@@ -38,7 +39,7 @@ class Reciter(ling3.Engine):
             said, output = said + new, None
             if last:
                 timings = Timings(0.0, 0.0, None, 0.0, 0)
-                completion = Completion(0, said, ids, None, self.reason, None, None, 0, timings)
+                completion = Completion(0, said, ids, None, self.reason, self.stop, None, 0, timings)
                 output = RequestOutput(0, None, prompt, [completion])
             yield 0, Delta(0, 0, new, part, None, self.reason if last else None, output)
             await asyncio.sleep(0)
@@ -49,19 +50,27 @@ def recited(tokenizer, *texts, **how):
     return Service(Reciter(tokenizer, *texts, **how), tokenizer, "nano")
 
 
-def client(service, **how):
-    """OpenAI's client, asynchronous, on the service's app, built as `how` says."""
-    transport = httpx.ASGITransport(build(service, **how), raise_app_exceptions=False)
-    http = httpx.AsyncClient(transport=transport)
+def transported(service, **how):
+    """An HTTP client of the service's app, built as `how` says."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(build(service, **how), raise_app_exceptions=False))
+
+
+def client(http):
+    """OpenAI's client, asynchronous."""
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
 
 
-def ask(service, call, **how):
+def anthropics(http):
+    """Anthropic's client, asynchronous."""
+    return anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=http, max_retries=0)
+
+
+def ask(service, call, made=client, **how):
     """What `call` makes of a client."""
 
     async def answer():
-        async with client(service, **how) as made:
-            return await call(made)
+        async with made(transported(service, **how)) as speaker:
+            return await call(speaker)
 
     return asyncio.run(answer())
 
