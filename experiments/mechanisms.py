@@ -98,11 +98,8 @@ class HeadDecay(eqx.Module):
         q, k, v, conv = kda.convolved(x, state.conv, span)
         g, (_, beta) = self.decay(x, span), kda.gates(x, span)
         if self.delta:
-            per_channel = jnp.broadcast_to(g[..., None], k.shape)
-            size = execution.chunk_size
-            o, recurrent = execution.chunk_kda(
-                q, k, v, per_channel, beta, state.recurrent, lower_bound=None, chunk_size=size
-            )
+            how = {"lower_bound": None, "chunk_size": execution.chunk_size}
+            o, recurrent = execution.chunk_kda(q, k, v, g[..., None], beta, state.recurrent, **how)
         else:
             o, recurrent = decayed_attention(q, k, v, g, beta, state.recurrent)
         heads = kda.gated(o, kda.output_gate(x, execution), x.dtype)
