@@ -95,7 +95,10 @@ class ChunkKDA(Protocol):
         chunk_size: int,
         resets: bool = False,
     ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-        """The outputs of all tokens and the state after the last."""
+        """The outputs of all tokens and the state after the last.
+
+        With `resets` a token may have g = -inf in all its channels, which sets the state to zero before it.
+        """
         ...
 
 
@@ -222,8 +225,8 @@ def chunk_kda(
         v' = U - W S;   o = (q e^G) S + tril(Σ_c q_ic k_jc e^{G_ic - G_jc}) v';   S <- e^{G_C} S + (k e^{G_C - G})^T v'
 
     The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
-    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result. With
-    `resets`, a token may instead have g = -inf in all channels: the state is zero before it.
+    (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result.
+    Tokens with g = -inf (`resets`) are exempt from both.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size
