@@ -28,7 +28,11 @@ class Mixer(Protocol):
     def __call__(
         self, x: Float[Array, "batch seq hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq hidden"], State | None]:
-        """Its output for each token, and its state after the span. Without a state nothing is cached."""
+        """Its output for each token, and its state after the span. Without a state nothing is cached.
+
+        Texts that share a row (`span.text_starts`) do not see each other; a mixer that cannot tell them apart raises
+        ValueError.
+        """
         ...
 
     def empty_state(self, spec: CacheSpec) -> State:

@@ -79,7 +79,8 @@ def mtp_logits(
     execution = Execution.default() if execution is None else execution
 
     def predict(part, tokens):
-        whole = Span.whole(*tokens.shape, execution)
+        rows, seq = tokens.shape
+        whole = Span.whole(rows, seq, execution)
         return part.logits(hidden_ahead(part, tokens, part.mtp[: layer + 1], whole)[layer], execution)
 
     if not isinstance(model, Sharded):

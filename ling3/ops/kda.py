@@ -97,7 +97,10 @@ class ChunkKDA(Protocol):
         chunk_size: int,
         resets: bool = False,
     ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-        """The outputs of all tokens and the state after the last."""
+        """The outputs of all tokens and the state after the last.
+
+        With `resets` a token may have g = -inf in all its channels, which sets the state to zero before it.
+        """
         ...
 
 
@@ -225,8 +228,8 @@ def chunk_kda(
 
     The caller must ensure `lower_bound <= g <= 0`, which lets the decayed products factor into plain matrix products
     (see `_decayed_products`). None requires only g <= 0 and uses a slower per-channel form with the same result. With
-    `resets`, a token may instead have g = -inf in all channels: the state is zero before it. With one g per head the
-    bound plays no part: decays stand outside of the products.
+    one g per head the bound plays no part: decays stand outside of the products. Tokens with g = -inf (`resets`) are
+    exempt from all of this.
     """
     check_chunk_size(chunk_size)
     seq, chunk = q.shape[1], chunk_size

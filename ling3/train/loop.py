@@ -39,7 +39,8 @@ class Batch(eqx.Module):
 
     def span(self, execution: Execution) -> Span:
         """The span of all its tokens, which keeps the texts of a row apart."""
-        return dataclasses.replace(Span.whole(*self.tokens.shape, execution), text_starts=self.text_starts)
+        rows, seq = self.tokens.shape
+        return dataclasses.replace(Span.whole(rows, seq, execution), text_starts=self.text_starts)
 
 
 @dataclasses.dataclass(frozen=True)

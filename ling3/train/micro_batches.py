@@ -11,7 +11,9 @@ from ling3.train.loop import Batch
 from ling3.train.texts import TrainingText
 
 NARROWEST = 32
-"""The smallest width of a micro-batch; the others are 5, 6, 7 and 8 quarters of it, twice these, and so on."""
+"""The smallest width of a micro-batch; the others are 5, 6, 7 and 8 quarters of it, twice these, and so on.
+
+Packed rows have every second of these widths."""
 WINDOW = 32
 """Steps among whose texts those of like length come together, where a row has one text."""
 ATTENTION = 2**14
