@@ -82,6 +82,9 @@ class ShardedMatrix(Matrix):
 
     def _sums(self, x: Float[Array, "rows {self.in_features}"], execution: Execution) -> Wide[Array, "rows outer"]:
         whole = self.exchange.before(x, self.matrix.in_features)
+        if self.exchange.fenced and isinstance(self.matrix, Adapted):  # its products one by one, before their sum
+            product = execution.product
+            execution = dataclasses.replace(execution, product=lambda *own: self.exchange.fence(product(*own)))
         return self.exchange.summed(self.matrix.product(whole, execution))
 
 
