@@ -310,7 +310,7 @@ class Engine(Front):
 
     Raises TypeError for unknown settings, ValueError for invalid ones and for more slots and pages than fit into
     memory, TokenizerError if tokenizer and model do not fit, and AdapterError for an adapter that does not fit and for
-    a model that takes none, such as one on a mesh.
+    a model that has one already.
     """
 
     def __init__(

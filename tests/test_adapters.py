@@ -18,7 +18,6 @@ from ling3.checkpoint.loading import dequantized
 from ling3.engine.origins import checksum
 from ling3.evals.predictions import fingerprint
 from ling3.layers.adapted import AdaptedMatrix
-from ling3.mesh import MeshError, place
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 96, size=(2, 21)), jnp.int32)
 PROMPTS = [[5, 6, 7], list(range(3, 40))]
@@ -141,21 +140,11 @@ def test_what_cannot_hold_an_adapter_is_refused(tmp_path):
         ValueError, match=r"has an adapter, in model\.layers\.0\.attention\.q_proj and others: merge it first"
     ):
         ling3.ablate.variant(adapted, kda_decay=True)
-    mesh = jax.make_mesh((2,), ("tensor",))
-    with pytest.raises(MeshError, match="of an adapter, which ling3 does not shard: merge it"):
-        place(adapted, mesh)
     quantized = quantized_models.model("int4")
     hidden = quantized.config.hidden_size
     rows = quantized.config.num_attention_heads * quantized.config.head_dim
     with pytest.raises(ling3.AdapterError, match=r"quantized matrices; load .*=True, .*\n.*q_proj: PackedIntegers"):
         ling3.merge_adapter(quantized, one(quantized, rows=rows, columns=hidden))
-
-
-def test_a_model_on_a_mesh_is_refused():
-    model = open_model(TINY)
-    sharded = place(model, jax.make_mesh((2,), ("tensor",)))
-    with pytest.raises(ling3.AdapterError, match="on a mesh of 2 devices, where it takes no adapter"):
-        ling3.with_adapter(sharded, one(model))
 
 
 @pytest.mark.thorough

@@ -208,8 +208,8 @@ def check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> 
     """Raises AdapterError unless the model, whose matrices `known` has by their modules, can take the adapter."""
     if isinstance(model, Sharded) and any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(adapter)):
         raise AdapterError(
-            "the model lies on a mesh, and the adapter's arrays are traced, by jax.jit or jax.grad: give it the adapter "
-            "outside of these; gradients are those of the model of one device"
+            "the model lies on a mesh, and the adapter's arrays are traced by jax.jit or jax.grad: call with_adapter "
+            "outside of these, and take gradients of the model of one device"
         )
     if adapted := [own.module for own in known.values() if isinstance(own.matrix, AdaptedMatrix)]:
         raise AdapterError("the model has an adapter already; start from the base model", adapted)

@@ -115,7 +115,7 @@ class ModelSource:
     ) -> "CausalLM":
         """Loads the model, on `mesh` if it is given, else on the mesh of `devices`, and applies the adapter.
 
-        Raises ValueError if the tokenizer does not fit the model, and for an adapter of a model on a mesh.
+        Raises ValueError if the tokenizer does not fit the model.
         """
         import jax.numpy as jnp
 
@@ -128,10 +128,6 @@ class ModelSource:
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         if mesh is None and self.devices is not None:
             mesh, rules = self.devices.mesh() or (None, None)
-        if self.adapter is not None and mesh is not None:
-            raise ValueError(
-                "--adapter: a model on a mesh takes none; merge it (ling3.merge_adapter) and save the model"
-            )
         if self.seed is None:
             how = {"mesh": mesh, "rules": rules, "mtp": self.mtp}
             model = checkpoint.load(self.path, dtype, revision=self.revision, **how)

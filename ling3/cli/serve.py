@@ -103,8 +103,7 @@ def _name(command: Serve) -> str:
 def _adapters(command: Serve) -> dict[str, str]:
     """The paths of the adapters by their names.
 
-    Raises ValueError for an option that is not NAME=DIR, for a name that is given twice, and for a model on a mesh or
-    with --adapter.
+    Raises ValueError for an option that is not NAME=DIR, for a name that is given twice, and beside --adapter.
     """
     found: dict[str, str] = {}
     for option in command.lora_modules:
@@ -116,8 +115,6 @@ def _adapters(command: Serve) -> dict[str, str]:
         found[name] = path
     if found and command.common.adapter is not None:
         raise ValueError("--lora-modules: --adapter changes the model that they are for; give it as one of them")
-    if found and command.devices.sizes is not None:
-        raise ValueError("--lora-modules: a model on a mesh takes no adapters; serve it on one device")
     return found
 
 

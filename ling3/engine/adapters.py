@@ -27,7 +27,7 @@ class ServedAdapters:
         """The adapters for engines of `model`; a path or hub id is read as `ling3.load_adapter` does.
 
         Raises ValueError for a name that is no text, and TypeError for a value that is neither an adapter nor a path;
-        AdapterError for an adapter that does not fit, or a model that takes none; and `load_adapter`'s errors.
+        AdapterError for an adapter that does not fit, or a model that has one already; and `load_adapter`'s errors.
         """
         for name, adapter in adapters.items():
             if not isinstance(name, str) or not name:

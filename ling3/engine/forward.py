@@ -187,12 +187,12 @@ def _on_every_device(
 ) -> tuple[Any, Pool]:
     """Runs a forward pass on every device of the pool's mesh, each with its own rows, and all-gathers the results."""
     if not isinstance(model, Sharded):
-        return run(_for(batch, model), batch, pool)
+        return run(_adapted(batch, model), batch, pool)
     axis = pool.axis
 
     def on_a_device(part: CausalLM, batch: Batch, pool: Pool) -> tuple[Any, Pool]:
         batch = dataclasses.replace(batch, rows=batch.rows.here(pool, axis))
-        results, pool = run(_for(batch, part), batch, pool)
+        results, pool = run(_adapted(batch, part), batch, pool)
         return jax.tree.map(lambda x: everyones(x, axis), results), pool
 
     where, out = (PartitionSpec(axis), pool.specs), (PartitionSpec(), pool.specs)
@@ -200,7 +200,7 @@ def _on_every_device(
     return results, dataclasses.replace(after, placement=model.placement)
 
 
-def _for(batch: Batch, model: CausalLM) -> CausalLM:
+def _adapted(batch: Batch, model: CausalLM) -> CausalLM:
     """The model, or a device's part of it, with the adapters of a call's rows if they have any."""
     return model if batch.adapter is None else for_rows(model, jnp.asarray(batch.adapter))
 

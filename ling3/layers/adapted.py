@@ -36,7 +36,8 @@ class Adapted(Matrix):
 class AdaptedMatrix(Adapted):
     """y = x Wᵀ + scale · (x Aᵀ) Bᵀ: a matrix of any kind with an adapter (LoRA, arXiv 2106.09685, §4.1).
 
-    Over a quantized base this is QLoRA's sum (arXiv 2305.14314, §3). The adapter's two products are computed in float32 or wider, whatever the base is.
+    Over a quantized base this is QLoRA's sum (arXiv 2305.14314, §3). The adapter's two products are computed in float32
+    or wider, whatever the base is.
     """
 
     base: Matrix

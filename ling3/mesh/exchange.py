@@ -46,13 +46,17 @@ class Exchange:
 
     def summed(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
         """The psum of `y` if it is "summed"; if `fenced`, `y` behind a fusion barrier and not summed; else `y`."""
-        if self.fenced:  # an all-gather of each device with itself: a fusion barrier, which sends nothing
-            alone = [[device] for device in range(lax.axis_size(self.axis))]
-            return lax.all_gather(y, self.axis, axis_index_groups=alone, tiled=True)
+        if self.fenced:
+            return self.fence(y)
         if self.y != "summed":
             return y
         first = lax.axis_index(self.axis) % self.repeats == 0
         return lax.psum(y if self.repeats == 1 else jnp.where(first, y, 0), self.axis)
+
+    def fence(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch outer"]:
+        """`y` behind a fusion barrier: an all-gather of each device with itself, which sends nothing."""
+        alone = [[device] for device in range(lax.axis_size(self.axis))]
+        return lax.all_gather(y, self.axis, axis_index_groups=alone, tiled=True)
 
     def after(self, y: Float[Array, "*batch part"]) -> Float[Array, "*batch outer"]:
         """The outputs that a device has after the exchange."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from ling3.cache import Cache, CacheSpec, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
-from ling3.layers.adapted import Adapted
+from ling3.layers.adapted import Adapted, RowAdaptedMatrix
 from ling3.layers.linear import Matrix
 from ling3.layers.moe import Experts
 from ling3.layers.scope import scoped
@@ -52,7 +52,8 @@ class ShardedMatrix(Matrix):
     @property
     def operand(self) -> Array | AdaptedLatents:
         """The same numbers as `dense`, for operators; with an adapter for each row, its B for the same outputs."""
-        if not (isinstance(self.matrix, Adapted) and isinstance(whole := self.matrix.operand, AdaptedLatents)):
+        whole = self.matrix.operand if isinstance(self.matrix, RowAdaptedMatrix) else None
+        if not isinstance(whole, AdaptedLatents):
             return self.dense()
         swap = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
         updates = [(own._replace(B=swap(self.exchange.after(swap(own.B)))), rows) for own, rows in whole.updates]
@@ -82,6 +83,9 @@ class ShardedMatrix(Matrix):
 
     def _sums(self, x: Float[Array, "rows {self.in_features}"], execution: Execution) -> Wide[Array, "rows outer"]:
         whole = self.exchange.before(x, self.matrix.in_features)
+        if self.exchange.fenced and isinstance(self.matrix, Adapted):  # its products one by one, before their sum
+            product = execution.product
+            execution = dataclasses.replace(execution, product=lambda *own: self.exchange.fence(product(*own)))
         return self.exchange.summed(self.matrix.product(whole, execution))
 
 

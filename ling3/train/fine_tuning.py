@@ -307,7 +307,7 @@ def _count(texts: Sequence[TrainingText]) -> int:
 def _checked(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> FineTuning:
     """The settings, with `packing` decided. Raises ValueError for settings that do not suit the model or the mesh."""
     if settings.lora is not None and mesh is not None:
-        raise ValueError("lora: a model on a mesh takes no adapter; train all weights there (lora=None)")
+        raise ValueError("lora: an adapter is trained on one device; leave out mesh, or train all weights (lora=None)")
     if settings.lora is None and (settings.alpha is not None or settings.targets is not None):
         raise ValueError("alpha and targets are of an adapter; give its rank too (lora)")
     if settings.lora is None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_matrices import drawn
+from random_adapters import random_adapter
 from random_checkpoint import TINY_LIKE
 
 import ling3
@@ -78,10 +79,14 @@ def test_a_half_in_floats_is_joined_with_the_other(float_half, tmp_path):
 
 @pytest.mark.thorough
 def test_a_mesh_has_the_heads_of_each_device(file):
+    """And an adapter's rows for them."""
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
-    for own, other in zip(logits(ling3.load(file)), logits(ling3.load(file, mesh=mesh)), strict=True):
-        # As in tests/mesh: XLA may order sums differently for fewer heads.
-        np.testing.assert_allclose(own, other, atol=1e-5)
+    models = ling3.load(file), ling3.load(file, mesh=mesh)
+    adapter = random_adapter(models[0])
+    for each in (models, [ling3.with_adapter(model, adapter) for model in models]):
+        for own, other in zip(*map(logits, each), strict=True):
+            # As in tests/mesh: XLA may order sums differently for fewer heads.
+            np.testing.assert_allclose(own, other, atol=1e-5)
 
 
 def logits(model):

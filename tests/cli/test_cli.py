@@ -210,7 +210,7 @@ def bare(directory, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter(directory, tmp_path, capsys):
-    """`--adapter` is `with_adapter`; a model on a mesh takes none, which is said before the adapter is read."""
+    """`--adapter` is `with_adapter`, on a mesh too."""
     model = load(directory)
     adapter = ling3.new_adapter(model, rank=2, alpha=8, key=jax.random.key(0))
     adapter = jax.tree.map(lambda array: jax.random.normal(jax.random.key(1), array.shape), adapter)
@@ -218,12 +218,11 @@ def test_an_adapter(directory, tmp_path, capsys):
     prompt = load_tokenizer(directory).encode("hello")
     expected = ling3.generate(ling3.with_adapter(model, adapter), [prompt], max_tokens=6, ignore_eos=True)
     options = ["-p", "hello", "--max-tokens", 6, "--ignore-eos", "--json", "--adapter"]
-    code, out, _ = run(capsys, directory, *options, tmp_path / "lora")
-    assert code == 0 and json.loads(out)["token_ids"] == expected[0]
+    for devices in ((), ("--tp", 2)):
+        code, out, _ = run(capsys, directory, *options, tmp_path / "lora", *devices)
+        assert code == 0 and json.loads(out)["token_ids"] == expected[0]
     code, _, err = run(capsys, directory, *options, tmp_path / "none")
     assert code == 2 and "none" in err
-    code, _, err = run(capsys, directory, *options, tmp_path / "none", "--tp", 2)
-    assert code == 2 and "--adapter: a model on a mesh takes none" in err
 
 
 @pytest.mark.slow

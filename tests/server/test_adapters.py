@@ -91,7 +91,6 @@ def test_a_name_is_of_one_model_alone(service):
         (["--lora-modules", "a=x", "a=y"], "--lora-modules: the name 'a' is given twice"),
         (["--lora-modules", "nano=x"], "--lora-modules: the name 'nano' is given twice, or is the model's"),
         (["--lora-modules", "a=x", "--adapter", "y"], "--lora-modules: --adapter changes the model that they are for"),
-        (["--lora-modules", "a=x", "--tp", "2"], "--lora-modules: a model on a mesh takes no adapters"),
     ],
 )
 def test_a_wrong_option_is_refused_before_any_work(options, message, capsys):

@@ -261,5 +261,5 @@ def test_over_devices_the_losses_are_one_devices_and_the_state_continues(tmp_pat
     assert [point["loss"] for point in tuned.log] == pytest.approx(expected, rel=1e-5)
     assert len(tuned.model.model.word_embeddings.weight.sharding.device_set) == 4
     assert same(ling3.load(tmp_path), tuned.model)
-    with pytest.raises(ValueError, match="lora: a model on a mesh takes no adapter"):
+    with pytest.raises(ValueError, match="lora: an adapter is trained on one device"):
         finetune(model, some, None, mesh=mesh)
