@@ -45,7 +45,7 @@ USER 1000
 WORKDIR /home/ling3
 RUN mkdir .cache
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
+HEALTHCHECK --interval=30s --timeout=5s --start-period=300s --start-interval=5s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["ling3"]
 CMD ["serve", "nano", "--host", "0.0.0.0"]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 
+import jax
 import jaxtyping
 import pytest
 
@@ -45,6 +46,25 @@ def test_importing_the_package_leaves_for_later_what_not_everyone_needs():
     program = f"import sys; from ling3 import *; print([name for name in {LATER!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+SERVED = f"""
+import sys
+from ling3 import cli
+from ling3.server import run
+run.run = lambda *given: print([name for name in {LATER!r} if name in sys.modules])
+assert cli.main(["serve", "nano", "--port", "0", "--max-running-requests", "1", "--max-model-len", "64"]) == 0
+"""
+
+
+@pytest.mark.thorough
+def test_a_server_imports_nothing_that_only_other_commands_need():
+    """Once its model is loaded and its programs are compiled."""
+    pytest.importorskip("starlette")
+    programs = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    run = {"capture_output": True, "text": True, "env": os.environ | programs}
+    done = subprocess.run([sys.executable, "-c", SERVED], check=True, **run)
+    assert done.stdout == "['rich', 'tyro']\n"  # of the command line
 
 
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_editable(sys.argv[1]))"
