@@ -15,7 +15,7 @@ import tyro
 from ling3.cli.devices import Machines
 from ling3.cli.files import Output
 from ling3.cli.loading import Loading, ModelSource
-from ling3.cli.options import FileOption, GuesserOption, OptionalModel, TextOption, WholeNumber
+from ling3.cli.options import DirectoryOption, FileOption, GuesserOption, OptionalModel, TextOption, WholeNumber
 from ling3.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class EngineOptions(EngineSettings):
     num_pages: WholeNumber = None
     decode_rows: WholeNumber = None
     token_paddings: Annotated[Sequence[int] | None, WIDTHS] = None
+    prefix_dir: DirectoryOption = None
     speculation: GuesserOption = None
     """Guess tokens, and check several in one pass, which changes no answer: lookup guesses what followed the same
     tokens before, mtp asks the checkpoint's multi-token-prediction layer."""

@@ -15,7 +15,7 @@ Answers are not kept, because decoding a token gives other last bits in the cach
 prompts that continue a request's snapshot (`snapshots.py`): it may hold decoded tokens and end anywhere in a chunk.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ling3.engine.radix import Match, PrefixStep, RadixTree
@@ -26,16 +26,20 @@ from ling3.engine.shapes import Shapes
 class Prefixes:
     """The known prefixes of one group of devices, and the pages that they own; empty without a `Shapes.grid`.
 
-    `free` takes the numbers of pages that become free. With a window, a sequence continues from the pages at a prefix's
-    end alone: the tree has these as shadows, and its slots are empty.
+    `free` takes the numbers of pages that become free, and `take` gives as many pages as are requested, or none. With
+    a window, a sequence continues from the pages at a prefix's end alone: the tree has these as shadows, and its slots
+    are empty.
     """
 
-    def __init__(self, shapes: Shapes, free: Callable[[list[int]], object]):
+    disk: Any = None
+    """Prefixes on disk (`prefix_disk.py`), from which prompts continue too; None for none."""
+
+    def __init__(self, shapes: Shapes, free: Callable[[list[int]], object], take: Callable[[int], list[int]]):
         self.grid, self.page_size, self.window = shapes.grid, shapes.page_size, shapes.window
         self.step, self._first_page = shapes.step, shapes.first_page
         self.unit = self.step // self.page_size  # pages of a step, which are kept, found and freed together
         self._states = 0 if self.grid is None else self.grid.snapshot
-        self._free = free
+        self._free, self.take = free, take
         self._kept = 0  # how many times a prefix was inserted
         if self.window is None:
             self.tree = RadixTree(self._free_units, _forget, snapshots=self._states > 0)
@@ -81,6 +85,8 @@ class Prefixes:
         reads = self.grid is not None and sequence.reads_prefixes and not sequence.begun
         if not reads or memory.looked_up == self._kept:
             return False
+        if self.disk is not None:
+            self.disk.restore(self, sequence)
         memory.looked_up = self._kept
         match = self._match(sequence)
         length = match.node.end * self.step
@@ -130,9 +136,13 @@ class Prefixes:
         diverged, last = end == sequence.memory.branch, end == sequence.prefill_end // self.step * self.step
         if self.snapshot_bytes + self._states > budget and not (diverged or last):
             return
-        steps, tree = self._steps(sequence, sequence.prefilled), self.tree
-        pages = sequence.memory.pages[: sequence.prefilled // self.page_size]
-        tree.insert(steps, self._units(pages), [states(sequence)] if self._states else [])
+        steps, tree = self.steps_of(sequence, sequence.prefilled), self.tree
+        pages, snapshots = sequence.memory.pages[: sequence.prefilled // self.page_size], []
+        if self._states:
+            snapshots.append(states(sequence))
+        if self.disk is not None:
+            self.disk.save(self, sequence, len(steps), snapshots)
+        tree.insert(steps, self.units(pages), snapshots)
         self._kept += 1
         # If another sequence has inserted the same prefix, these are that one's pages, with the same bits.
         match = tree.match(steps)
@@ -143,6 +153,18 @@ class Prefixes:
             if diverged or last:
                 tree.add_use(match.node, last)
             tree.evict_shadow(sum(tree.shadows) - budget // self._states)
+
+    def add(self, steps: Sequence[PrefixStep], slots: Sequence[tuple[int, ...]], states: Sequence[Any]) -> None:
+        """Gives the tree a prefix that no sequence has computed here: the pages of its steps, and its snapshot."""
+        self.tree.insert(steps, slots, states)
+        self._kept += 1
+        if self._states and self.grid is not None:
+            self.tree.add_use(self.tree.match(steps).node, is_end=False)
+            self.tree.evict_shadow(sum(self.tree.shadows) - self.grid.budget // self._states)
+
+    def put_back(self, pages: list[int]) -> None:
+        """Frees pages that `take` gave and nothing has used."""
+        self._free(pages)
 
     def leave(self, sequence: TokenSequence, spoiled: bool = False) -> None:
         """Takes back all pages of a sequence, and ends its locks.
@@ -156,7 +178,7 @@ class Prefixes:
         memory.pages, memory.states, memory.copied = [], None, []
         if spoiled:
             self._free(own)
-            known = self.tree.match(self._steps(sequence, sequence.prefilled)) if lock is None else lock
+            known = self.tree.match(self.steps_of(sequence, sequence.prefilled)) if lock is None else lock
             self.tree.forget(known.node)
         else:
             self.pass_by(sequence, own)
@@ -165,8 +187,8 @@ class Prefixes:
         """Takes back a sequence's first pages; with a window, keeps those from which later prompts can continue."""
         first, size = sequence.memory.first_page, self.page_size
         end = first if self.window is None else min(self._keepable(sequence) // size, first + len(pages))
-        if units := self._units(pages[: max(end - first, 0)]):
-            self.tree.insert(self._steps(sequence, end * size), [None] * (end // self.unit), units)
+        if units := self.units(pages[: max(end - first, 0)]):
+            self.tree.insert(self.steps_of(sequence, end * size), [None] * (end // self.unit), units)
             self._kept += 1
         self._free(pages[max(end - first, 0) :])
 
@@ -188,9 +210,9 @@ class Prefixes:
 
     def _match(self, sequence: TokenSequence) -> Match:
         """The longest known prefix of a prompt without its last token, with which decoding begins."""
-        return self.tree.match(self._steps(sequence, len(sequence.prompt) - 1))
+        return self.tree.match(self.steps_of(sequence, len(sequence.prompt) - 1))
 
-    def _steps(self, sequence: TokenSequence, tokens: int) -> list[PrefixStep]:
+    def steps_of(self, sequence: TokenSequence, tokens: int) -> list[PrefixStep]:
         """The full steps among the first `tokens` tokens of a sequence's prompt.
 
         The first step names the adapter, so that prompts with different adapters have no step in common.
@@ -221,7 +243,8 @@ class Prefixes:
         self._unlock(sequence)
         sequence.memory.lock = lock
 
-    def _units(self, pages: list[int]) -> list[tuple[int, ...]]:
+    def units(self, pages: list[int]) -> list[tuple[int, ...]]:
+        """The pages of each step, which are given one after another."""
         return list(zip(*[iter(pages)] * self.unit, strict=True))
 
     def _free_units(self, units: list[tuple[int, ...]]) -> None:

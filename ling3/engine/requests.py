@@ -7,6 +7,7 @@ from typing import Any
 
 from ling3.engine.calls import Call
 from ling3.engine.outputs import FINISH_REASONS, Delta, Stats
+from ling3.engine.prefix_disk import PrefixDisk
 from ling3.engine.request import Request, SequenceMemory, Times, TokenSequence
 from ling3.engine.runner import Extra, Runner
 from ling3.engine.scheduler import Scheduler
@@ -26,7 +27,8 @@ class Requests:
 
     def __init__(self, runner: Runner, settings: EngineSettings):
         self.runner, self.settings = runner, settings
-        self.scheduler = Scheduler(runner.shapes)
+        self.disk = PrefixDisk.of(runner, settings)
+        self.scheduler = self._scheduler()
         self.requests: dict[int, Request] = {}  # the unfinished ones, by their ids
         self.in_flight: list[Call] = []
         self.counts: Counter[str] = Counter()
@@ -37,6 +39,13 @@ class Requests:
         self._programs: Generator[str, None, None] = (name for name in ())
         self._order = itertools.count()
         self._finished: Counter[str] = Counter()
+
+    def _scheduler(self) -> Scheduler:
+        """A scheduler of free slots and pages, which knows the prefixes on disk."""
+        scheduler = Scheduler(self.runner.shapes)
+        for prefixes in scheduler.prefixes:
+            prefixes.disk = self.disk
+        return scheduler
 
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
         """Hands out a delta, if there is one; if its sequence is finished, first runs `at_end` and frees its memory."""
@@ -176,7 +185,7 @@ class Requests:
         """Ends every request with the reason `error`."""
         requests, self.requests, self.in_flight = list(self.requests.values()), {}, []
         self._backlog.clear()
-        self.scheduler = Scheduler(self.runner.shapes)
+        self.scheduler = self._scheduler()
         for request in requests:
             request.fault = error
             for sequence in request.sequences:

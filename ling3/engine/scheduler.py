@@ -22,7 +22,7 @@ class Group:
         self.shapes, self.number = shapes, number
         self.slots, self.pages = (_dealt(count, number, shapes.groups) for count in (shapes.slots, shapes.pages))
         self.free_slots, self.free_pages = list(reversed(self.slots)), list(reversed(self.pages))
-        self.prefixes = Prefixes(shapes, self._free)
+        self.prefixes = Prefixes(shapes, self._free, self._take)
 
     @property
     def available(self) -> int:
@@ -62,9 +62,7 @@ class Group:
         missing = min(needed, self.shapes.most_pages) - len(memory.pages)
         if missing > self.available:
             return False
-        if missing > len(self.free_pages):
-            self.prefixes.evict(missing - len(self.free_pages))
-        memory.pages.extend(self.free_pages.pop() for _ in range(missing))
+        memory.pages.extend(self._take(missing))
         return True
 
     def free_behind(self, sequence: TokenSequence) -> None:
@@ -87,6 +85,14 @@ class Group:
         self.free_slots.append(sequence.memory.slot)
         sequence.memory.slot = None
         self.prefixes.leave(sequence, spoiled)
+
+    def _take(self, count: int) -> list[int]:
+        """Takes free pages, after evicting as many as are missing; takes none if there are too few."""
+        if count > self.available:
+            return []
+        if count > len(self.free_pages):
+            self.prefixes.evict(count - len(self.free_pages))
+        return [self.free_pages.pop() for _ in range(count)]
 
     def _free(self, pages: list[int]) -> None:
         self.free_pages.extend(reversed(pages))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -66,6 +67,11 @@ class EngineSettings:
     snapshot_fraction: float = parameter(0.1, ge=0, lt=1)
     """The fraction of mem_fraction's memory for snapshots of recurrent states, which a hybrid model needs to continue
     from a prefix."""
+    prefix_dir: str | None = None
+    """A directory where known prefixes outlive the engine: others of the same model and settings continue from them
+    with the same bits. Prefixes are written as prompts are computed, and read when a prompt begins like one."""
+    prefix_disk_bytes: int = parameter(10 * 2**30, ge=1)
+    """The most bytes in prefix_dir; the least recently used files are deleted."""
     cache_dtype: CacheDtype = "auto"
     """The dtype of caches; "auto" is the weights' dtype, but at least float32 on a CPU. Recurrent states are float32 in
     any case. "packed" keeps pages of compressed entries as FP8 with scales, in 0.57 of bfloat16's bytes, and the rest
@@ -90,10 +96,15 @@ class EngineSettings:
         if self.speculation is not None and not self.batch_invariant:
             wanted = "expected True with speculation, whose guesses are rows beside the sequence's own"
             problems.append(("batch_invariant", f"batch_invariant is {shown(self.batch_invariant)}, {wanted}"))
+        if not isinstance(self.prefix_dir, (str, os.PathLike, type(None))):
+            problem = f"prefix_dir is {shown(self.prefix_dir)}, expected a path or None"
+            problems.append(("prefix_dir", problem))
         problems += [("token_paddings", problem) for problem in self._padding_problems()]
         if problems:
             raise ParameterError.of("engine settings", problems)
         make_plain(self)
+        if self.prefix_dir is not None:
+            object.__setattr__(self, "prefix_dir", os.fspath(self.prefix_dir))
         if self.token_paddings is not None:
             object.__setattr__(self, "token_paddings", tuple(sorted(set(map(operator.index, self.token_paddings)))))
 

@@ -44,6 +44,8 @@ SCHEDULE = (
     "num_pages",
     "prefix_cache",
     "snapshot_fraction",
+    "prefix_dir",
+    "prefix_disk_bytes",
     "overlap",
     "speculation",
     "draft_tokens",

@@ -83,11 +83,11 @@ class Writer(logging.Handler):
 
 
 def configure() -> Writer:
-    """Sends the log, and the warnings of uvicorn, asyncio and Python, to stderr, and returns the writer."""
+    """Sends the log, and the warnings of the engine, uvicorn, asyncio and Python, to stderr, and returns the writer."""
     # Not with `sys.stderr`: a blocked write would hold its lock, which the interpreter takes at exit.
     handler = Writer(functools.partial(_write_all, sys.stderr.fileno()))
     logging.captureWarnings(True)
-    levels = {"ling3.server": logging.INFO, "uvicorn.error": logging.WARNING}
+    levels = {"ling3.server": logging.INFO, "ling3.engine": logging.WARNING, "uvicorn.error": logging.WARNING}
     for name, level in {**levels, "asyncio": logging.WARNING, "py.warnings": logging.WARNING}.items():
         each = logging.getLogger(name)
         each.handlers, each.propagate = [handler], False
