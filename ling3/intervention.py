@@ -6,7 +6,7 @@ A layer's modules name the arrays that can be changed, its *sites* (`Span.site`)
     attended, added             [hidden]              outputs of attention and feed-forward, added to the residual
     residual                    [hidden]              the residual stream after the layer; of several [streams, hidden]
     gate                        [heads(, value)]      the attention's output gate
-    decay, beta                 [heads(, key)]        KDA's log decay, in nats, and its writing strength
+    decay, beta                 [heads(, key)]        log decay, in nats, and writing strength: KDA's, Gated DeltaNet's
     heads                       [heads, value]        each head's input to the output projection
     router                      [experts]             the experts that a token goes through, and their weights
 """

@@ -70,6 +70,7 @@ def gate(module):
 
 def norm(module):
     module.RMSNorm.init(4, 1e-6)(X[..., :4])
+    module.RMSNorm.init(4, 1e-6, zero_centered=True)(X[..., :4])
     module.GatedRMSNorm.init(4, 1e-6)(numbers(2, 3, 2, 4), numbers(2, 3, 2, 4))
 
 
@@ -135,6 +136,13 @@ def kda(module):
     after.kept(jnp.ones(BATCH, jnp.int32))
 
 
+def gated_deltanet(module):
+    for grouped in (True, False):
+        config = module.GatedDeltaNetConfig(TINY.hidden_size, 4, 2, 6, 10, eps=1e-6, std=1.0, grouped=grouped)
+        layer = module.GatedDeltaNet.init(config, **OPTIONS)
+        layer(ONE, layer(X, None, WHOLE)[1], span(1))
+
+
 def mla(module):
     layer = module.MLA.init(module.MLAConfig(**vars(mla_config(TINY))), **OPTIONS)
     state = layer.empty_state(SPEC)
@@ -147,6 +155,8 @@ def gqa(module):
     layer = module.GQA.init(config, **OPTIONS)
     layer(X, None, WHOLE)
     layer(ONE, layer.empty_state(SPEC), span(1))
+    options = {"rope": Rope.plain(1e4, 4), "norm_eps": 1e-6, "gated": True, "zero_centered": True}
+    module.GQA.init(module.GQAConfig(TINY.hidden_size, 4, 2, 6, std=1.0, **options), **OPTIONS)(X, None, WHOLE)
 
 
 def csa(module):
@@ -406,6 +416,7 @@ FILES = {
     "layers/conv": conv,
     "layers/mlp": mlp,
     "layers/kda": kda,
+    "layers/gated_deltanet": gated_deltanet,
     "layers/mla": mla,
     "layers/gqa": gqa,
     "layers/moe": moe,

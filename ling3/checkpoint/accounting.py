@@ -87,7 +87,7 @@ def account(
     if differing := [
         f"{source[name]}: differs from {original}"
         for name, original in copies.items()
-        if not _equal(source[name], source[original], mesh)
+        if original not in source or not _equal(source[name], source[original], mesh)
     ]:
         kind = "tensors that the configuration ties to another one and that differ from it; correct tie_word_embeddings"
         raise CheckpointError(shards.complaint(directory, [(kind, differing)]))

@@ -8,7 +8,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import qwen3_next, transformer
 from ling3.families.config_fields import ConfigError, Only, as_object, rules
-from ling3.families.family import Family
+from ling3.families.family import Family, Place
 from ling3.families.qwen3_next import HybridFields
 from ling3.model import CausalLM, FeedForward
 from ling3.runtime.quoting import shown
@@ -92,7 +92,18 @@ def published_name(name: str, config: TextFields) -> str:
     return NESTED + name.removeprefix("model.") if name.startswith("model.") else name
 
 
-def family(name: str, config: type[TextFields], whole: str, init: Callable[..., CausalLM], **options: Any) -> Family:
+def plainly(name: str, shape: tuple[int, ...], config: TextFields) -> Place:
+    """Where a tensor is in files of transformers' text class that was not loaded from a whole model's."""
+    return Place(name.replace(NESTED, "model.", 1))
+
+
+def family(
+    name: str,
+    config: type[TextFields],
+    whole: str,
+    init: Callable[..., CausalLM],
+    *layouts: Callable[[str, tuple[int, ...], Any], Place],
+) -> Family:
     """The record of a family of Qwen3.5; `whole` is the architecture of the model that sees images too."""
     return Family(
         name=name,
@@ -107,7 +118,7 @@ def family(name: str, config: type[TextFields], whole: str, init: Callable[..., 
         copies=lambda name, config: (
             f"{NESTED}embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
         ),
-        **options,
+        layouts=(plainly, *layouts),
     )
 
 

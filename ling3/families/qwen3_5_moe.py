@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import qwen3_5
+from ling3.families.config_fields import Only
 from ling3.families.family import Place
 from ling3.families.qwen3_5 import TextFields
 from ling3.families.qwen3_moe import ExpertFields
@@ -21,6 +23,10 @@ class Qwen35MoeConfig(TextFields, ExpertFields):
 
     architecture = "Qwen3_5MoeForCausalLM"
     model_type = "qwen3_5_moe_text"
+    only: ClassVar[Mapping[str, Only]] = {
+        **TextFields.only,
+        "norm_topk_prob": Only((True, None), "the weights of a token's experts sum to 1"),
+    }
 
     shared_expert_intermediate_size: int = size()
     intermediate_size: int = size(absent=lambda values: values["moe_intermediate_size"])
@@ -55,4 +61,4 @@ def stacked(name: str, shape: tuple[int, ...], config: Qwen35MoeConfig) -> Place
     return Place(f"{experts}.gate_up_proj", (config.num_experts, 2 * rows, columns), start)
 
 
-FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, layouts=(stacked,))
+FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, stacked)

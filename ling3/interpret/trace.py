@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from ling3.cache import Span
 from ling3.execution import Execution
 from ling3.intervention import Intervention, recorder, takes_interventions
+from ling3.layers.gated_deltanet import GatedDeltaNet
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
@@ -25,9 +26,9 @@ from ling3.runtime.entry_checks import checks_ids
 
 
 class KDATrace(eqx.Module):
-    """The inner arrays of one KDA layer."""
+    """The inner arrays of one layer of KDA, or of Gated DeltaNet, whose decay has one channel."""
 
-    decay: Float[Array, "batch seq heads key"]  # g, nats per token and key channel, at most 0
+    decay: Float[Array, "batch seq heads #key"]  # g, nats per token and key channel, at most 0
     beta: Float[Array, "batch seq heads"]  # writing strength
     gate: Float[Array, "batch seq heads value"] | None  # output gate; None without one
     attention_map: Float[Array, "batch heads seq seq"]  # the weights a of o_t = Σ_j a_tj v_j: signed, 0 for j > t
@@ -56,7 +57,7 @@ class MoETrace(eqx.Module):
 class LayerTrace(eqx.Module):
     """One decoder layer: its parts, what they add to the residual stream, and the stream after it.
 
-    For an attention that is neither KDA nor MLA, `attention` is a dict of the arrays that it gave to `span.recorder`,
+    For an attention of another kind than these, `attention` is a dict of the arrays that it gave to `span.recorder`,
     by name.
     """
 
@@ -96,7 +97,7 @@ class Trace(eqx.Module):
 
     @property
     def kda(self) -> dict[int, KDATrace]:
-        """The traces of KDA layers, by 0-based layer."""
+        """The traces of KDA and Gated DeltaNet layers, by 0-based layer."""
         return {i: x.attention for i, x in enumerate(self.layers) if isinstance(x.attention, KDATrace)}
 
     @property
@@ -155,7 +156,7 @@ def _attention(
     attention: Mixer | None, seen: dict[str, Array | None]
 ) -> KDATrace | MLATrace | dict[str, Array | None] | None:
     match attention:
-        case KDA():
+        case KDA() | GatedDeltaNet():
             return _kda(seen)
         case MLA():
             return _mla(attention, seen)
@@ -165,6 +166,7 @@ def _attention(
 def _kda(seen: dict[str, Any]) -> KDATrace:
     """Runs the recurrence token by token, with unit vectors appended to the values: their outputs are the map."""
     q, k, v, g, beta = (seen[name] for name in ("q", "k", "v", "decay", "beta"))
+    g = g if g.ndim == k.ndim else g[..., None]
     batch, seq, heads, value = v.shape
     units = jnp.broadcast_to(jnp.eye(seq, dtype=v.dtype)[None, :, None], (batch, seq, heads, seq))
     both = jnp.concatenate([v, units], axis=-1)

@@ -130,7 +130,7 @@ class GQA(eqx.Module):
         state = None if state is None else state.append(entries, span)
         o = span.cleared(self._attended(q, positions, entries if state is None else state, span).astype(x.dtype))
         if gate is not None:
-            o = (o * span.site("gate", gate)).astype(x.dtype)
+            o = o * span.site("gate", gate).astype(o.dtype)
         span.recorder(q=q, entries=entries)
         heads = span.site("heads", o)
         return self.o_proj(rearrange(heads, "b s h v -> b s (h v)"), span.execution), state

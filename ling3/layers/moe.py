@@ -217,4 +217,4 @@ class MoE(eqx.Module):
             if self.shared_expert_gate is None:
                 return y
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, span.execution, wide(x.dtype)))
-            return (y * gate).astype(x.dtype)
+            return y * gate.astype(y.dtype)

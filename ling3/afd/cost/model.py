@@ -19,6 +19,7 @@ from ling3.cache import CacheSpec, Paged, State, pages_of
 from ling3.checkpoint.names import structure
 from ling3.families.quantization import in_floats
 from ling3.layers.csa import CSA
+from ling3.layers.gated_deltanet import GatedDeltaNet
 from ling3.layers.gqa import GQA
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
@@ -163,7 +164,7 @@ def _memory(mixer: Mixer, state: State) -> tuple[float, float, tuple[Reads, ...]
     For mixers that are not known here only bytes count: pages are read, arrays with a row per slot read and written.
     """
     pages = pages_of(state)
-    if isinstance(mixer, KDA):  # g, Sᵀk, S + k(…), Sᵀq
+    if isinstance(mixer, KDA | GatedDeltaNet):  # g, Sᵀk, S + k(…), Sᵀq
         return 2.0 * _bytes(state), 7.0 * state.recurrent.size, ()
     if isinstance(mixer, MLA):  # absorbed: a score over the entry and a sum of the latents, for each head
         return 0.0, 0.0, (Reads(_per_token(state), 2.0 * mixer.heads * (mixer.entry + mixer.latent)),)
