@@ -21,7 +21,8 @@ from ling3.execution import Execution
 from ling3.layers.moe import Router
 from ling3.ops.attention import Expansion, attention, latent_attention, paged_attention
 from ling3.ops.experts import block_experts, dense_experts
-from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.kda import kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.kda_chunks import chunk_kda
 from ling3.ops.swiglu import SWIGLU
 
 LOWER_BOUND = -5.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from ling3.ops import absorption, attention, conv, cpu, drawing, kda, logits, matmul, rows
+from ling3.ops import absorption, attention, conv, cpu, drawing, kda, kda_chunks, logits, matmul, rows
 from ling3.ops.experts import RoutedExperts, block_experts
 from ling3.ops.precision import Accumulation, Wide
 from ling3.ops.quantized import Quantized
@@ -33,7 +33,7 @@ class Execution:
     kda_step: kda.KDAStep = kda.kda_step
     kda_in_turn: kda.KDAInTurn = kda.in_turn
     kda_look: kda.KDALook = kda.in_turn
-    chunk_kda: kda.ChunkKDA = kda.chunk_kda
+    chunk_kda: kda.ChunkKDA = kda_chunks.chunk_kda
     block_attention: attention.BlockAttention = attention.block_attention
     paged_attention: attention.PagedAttention = attention.paged_attention
     latent_attention: attention.LatentAttention = attention.latent_attention
@@ -56,7 +56,7 @@ class Execution:
     """
 
     def __post_init__(self) -> None:
-        kda.check_chunk_size(self.chunk_size)
+        kda_chunks.check_chunk_size(self.chunk_size)
         if self.accumulation not in ("float32", "float64"):
             raise ValueError(f"accumulation is {self.accumulation!r}, expected 'float32' or 'float64'")
         if self.accumulation == "float64" and not jax.config.read("jax_enable_x64"):

@@ -16,7 +16,8 @@
 #
 # This notebook derives these lines, then the *chunk form*, which computes the same numbers on matrix products, and then
 # shows what the bound $-5 \le g$ of Ling-3 is for: it makes those products representable in float32.
-# Each claim is followed by the cell that checks it against `ling3.ops.kda`, the functions that the model runs.
+# Each claim is followed by the cell that checks it against `ling3.ops.kda` and `ling3.ops.kda_chunks`, which the
+# model runs.
 #
 # **You need**: softmax attention, outer products and gradients; notebook 1 shows where the layer stands.
 #
@@ -36,7 +37,8 @@ import numpy as np
 import ling3
 from ling3.cache import Span
 from ling3.layers.kda import KDA
-from ling3.ops.kda import MAX_NATS, SUB_CHUNK, chunk_kda, kda_gate, l2_normalize, recurrent_kda, unit_lower_inverse
+from ling3.ops.kda import kda_gate, l2_normalize, recurrent_kda
+from ling3.ops.kda_chunks import MAX_NATS, SUB_CHUNK, chunk_kda, unit_lower_inverse
 from ling3.runtime import plots
 from ling3.train.nano.problems import ask, problems
 

@@ -11,7 +11,8 @@ from tiny import TINY, open_model
 
 import ling3
 from ling3.execution import PLAIN, Execution
-from ling3.ops.kda import chunk_kda, kda_step
+from ling3.ops.kda import kda_step
+from ling3.ops.kda_chunks import chunk_kda
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 96, size=(2, 40)), jnp.int32)
 

@@ -158,7 +158,13 @@ MANY_PARAMETERS = {
     # Operators: the arrays of a formula, and how it runs.
     **{"ops/attention.py": 3, "ops/compressed_attention.py": 2, "ops/experts.py": 7, "ops/few_token_experts.py": 1},
     **{"ops/drawing.py": 2, "ops/cpu/drawing.py": 2},
-    **{"ops/kda.py": 2, "ops/cpu/attention.py": 2, "ops/cpu/experts.py": 1, "ops/cpu/kda.py": 2},
+    **{
+        "ops/kda.py": 1,
+        "ops/kda_chunks.py": 1,
+        "ops/cpu/attention.py": 2,
+        "ops/cpu/experts.py": 1,
+        "ops/cpu/kda.py": 2,
+    },
     **{"ops/cpu/products.py": 1, "ops/gpu/attention.py": 1, "ops/gpu/experts.py": 2, "ops/gpu/kda.py": 2},
     **{"afd/operators/sending.py": 4, "afd/operators/returning.py": 1, "interpret/collectives.py": 1},
     # The public engine, and a session's worker.

@@ -121,7 +121,7 @@ def test_what_the_package_builds_on_is_not_compiled_for_it_alone():
 @pytest.mark.thorough
 @pytest.mark.parametrize(("variable", "told"), [("0", "argument 'chunk_size' is 'x'"), ("1", "not supported between")])
 def test_jaxtypings_variable_leaves_types_unchecked(variable, told):
-    program = "from ling3.ops.kda import check_chunk_size; check_chunk_size('x')"
+    program = "from ling3.ops.kda_chunks import check_chunk_size; check_chunk_size('x')"
     environment = os.environ | {"JAXTYPING_DISABLE": variable}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert told in done.stderr.splitlines()[-1]

@@ -16,7 +16,7 @@ from ling3 import ablate
 from ling3.cache import Span
 from ling3.execution import Execution
 from ling3.intervention import sites
-from ling3.ops.kda import SUB_CHUNK
+from ling3.ops.kda_chunks import SUB_CHUNK
 from ling3.runtime.recorder import Recorder
 
 CHANGE = ling3.Intervention

@@ -10,7 +10,8 @@ from exhaustive_cases import exhaustively
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ling3.ops.kda import chunk_kda, kda_gate, kda_step, l2_normalize, recurrent_kda, unit_lower_inverse
+from ling3.ops.kda import kda_gate, kda_step, l2_normalize, recurrent_kda
+from ling3.ops.kda_chunks import chunk_kda, unit_lower_inverse
 
 BOUNDS = (-5.0, -1.0, -20.0, None)
 CHUNKED = jax.jit(chunk_kda, static_argnames=("lower_bound", "chunk_size"))

@@ -9,7 +9,8 @@ import pytest
 from native_kernels import installed, needs_compiler
 
 from ling3.ops.cpu import kda
-from ling3.ops.kda import chunk_kda, kda_step, recurrent_kda
+from ling3.ops.kda import kda_step, recurrent_kda
+from ling3.ops.kda_chunks import chunk_kda
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 KERNEL = jax.jit(kda.kda_step)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ling3.ops import kda
+from ling3.ops import kda, kda_chunks
 from ling3.ops.forms import runs
 from ling3.runtime import native
 
@@ -41,7 +41,7 @@ def _run(
     beta: Float32[Array, "batch seq heads"],
     state: Float32[Array, "batch heads key value"],
 ) -> tuple[Float32[Array, "batch seq heads value"], Float32[Array, "batch heads key value"]]:
-    """`kda.recurrent_kda`, with the derivative of `kda.chunk_kda`.
+    """`kda.recurrent_kda`, with the derivative of `kda_chunks.chunk_kda`.
 
     A head skips a token whose q, g and beta are 0, such as padding: the output is 0, and the state is not touched. A
     row's result depends bitwise only on the row and its state, and not on how its tokens are split into calls.
@@ -55,7 +55,7 @@ def _run(
 
 @_run.defjvp
 def _derivative(options: Any, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
-    return jax.jvp(functools.partial(kda.chunk_kda, **dict(options)), primals, tangents)
+    return jax.jvp(functools.partial(kda_chunks.chunk_kda, **dict(options)), primals, tangents)
 
 
 def chunk_kda(
@@ -70,10 +70,10 @@ def chunk_kda(
     chunk_size: int = 16,
     resets: bool = False,
 ) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
-    """`kda.chunk_kda` with the kernel, where it suits: token by token, so prefill equals decode bit for bit."""
+    """`kda_chunks.chunk_kda` with the kernel, where it suits: token by token, so prefill equals decode bit for bit."""
     options = {"lower_bound": lower_bound, "chunk_size": chunk_size, "resets": resets}
     if not runs("chunk_kda", unsuited(state)):
-        return kda.chunk_kda(q, k, v, g, beta, state, **options)
+        return kda_chunks.chunk_kda(q, k, v, g, beta, state, **options)
     return _run(tuple(options.items()), q, k, v, g, beta, state)
 
 
