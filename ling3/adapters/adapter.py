@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ling3.adapters.selection import Selection
@@ -206,7 +207,7 @@ def replaced(model: CausalLM, new: Mapping[str, Matrix]) -> CausalLM:
 
 def check(model: CausalLM, adapter: Adapter, known: Mapping[str, Adaptable]) -> None:
     """Raises AdapterError unless the model, whose matrices `known` has by their modules, can take the adapter."""
-    if isinstance(model, Sharded) and any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(adapter)):
+    if isinstance(model, Sharded) and any(isinstance(array, Tracer) for array in jax.tree.leaves(adapter)):
         raise AdapterError(
             "the model lies on a mesh, and the adapter's arrays are traced by jax.jit or jax.grad: call with_adapter "
             "outside of these, and take gradients of the model of one device"

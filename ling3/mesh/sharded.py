@@ -52,8 +52,7 @@ class ShardedMatrix(Matrix):
     @property
     def operand(self) -> Array | AdaptedLatents:
         """The same numbers as `dense`, for operators; with an adapter for each row, its B for the same outputs."""
-        whole = self.matrix.operand if isinstance(self.matrix, RowAdaptedMatrix) else None
-        if not isinstance(whole, AdaptedLatents):
+        if not (isinstance(self.matrix, RowAdaptedMatrix) and isinstance(whole := self.matrix.operand, AdaptedLatents)):
             return self.dense()
         swap = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
         updates = [(own._replace(B=swap(self.exchange.after(swap(own.B)))), rows) for own, rows in whole.updates]
