@@ -7,6 +7,7 @@ prefixes end at multiples of 512 tokens. An engine without the cache is the orac
 
 import dataclasses
 import functools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,10 +62,15 @@ def _engine(setting: Setting, model: ling3.CausalLM, **settings: Any) -> ling3.E
 # Time to the first token
 
 
-def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
-    """Milliseconds to the first token of a new prompt in each round: with its prefix cached, then without."""
+def _first_token(setting: Setting, model: ling3.CausalLM, on_disk: bool = False) -> Trial:
+    """Milliseconds to the first token of a new prompt in each round: with its prefix known, then without.
+
+    The prefix is in memory, or `on_disk`, where an engine finds it after a restart.
+    """
     known, rest = setting.size(full=(2048, 64), toy=(64, 16))
-    engine, draw, prompt = _engine(setting, model), np.random.default_rng(0), []
+    directory = setting.scratch / "prefixes"
+    engine = _engine(setting, model, **({"prefix_dir": directory} if on_disk else {}))
+    draw, prompt = np.random.default_rng(0), []
 
     def drawn(count: int) -> Tokens:
         return draw.integers(0, model.config.vocab_size, count).tolist()
@@ -80,25 +86,35 @@ def _first_token(setting: Setting, model: ling3.CausalLM) -> Trial:
         """Draws a prompt, and serves another one with the same prefix, so that it is cached."""
         prompt[:] = drawn(known + rest)
         engine.generate([prompt[:known] + drawn(rest)], ling3.SamplingParams(max_tokens=1))
+        if on_disk:
+            engine.loop.disk.flush()
+            engine.forget_prefixes()
+
+    def forget() -> None:
+        engine.forget_prefixes()
+        if on_disk:
+            engine.loop.disk.flush()
+            shutil.rmtree(directory)
+            directory.mkdir()
 
     def told() -> float:
         meet()
         return _milliseconds(lambda: answer(known))
 
     def cold() -> float:
-        engine.forget_prefixes()
+        forget()
         return _milliseconds(lambda: answer(0))
 
     def check() -> str:
         meet()
         found = answer(known, 16)
-        engine.forget_prefixes()
+        forget()
         if found != answer(0, 16):
             raise Wrong("a known prefix changes tokens or log-probabilities")
         return "tokens and log-probabilities are those of the prompt cold, bit for bit"
 
     sides = [
-        Side(f"{known:,} of {known + rest:,} tokens known", told, check),
+        Side(f"{known:,} of {known + rest:,} tokens {'on disk' if on_disk else 'known'}", told, check),
         Side("the same prompt, cold", cold, is_peer),
     ]
     return Trial(sides, about=_about(engine) | {"prompt": known + rest, "known": known})
@@ -123,6 +139,27 @@ def first_token_nano(setting: Setting) -> Trial:
 def first_token_four_layers(setting: Setting) -> Trial:
     """A large model, for which the tokens matter most."""
     return _first_token(setting, _four_layers(setting))
+
+
+@case(
+    "prefixes/first-token-from-disk-nano",
+    "Time to the first token of a prompt whose first 2,048 of 2,112 tokens are on disk, on nano.",
+    wanted=1 / 0.15,
+    rounds=9,
+)
+def first_token_from_disk_nano(setting: Setting) -> Trial:
+    """A small model, whose prompts are computed nearly as fast as files are read."""
+    return _first_token(setting, _nano(), on_disk=True)
+
+
+@case(
+    "prefixes/first-token-from-disk-four-layers",
+    "The same at Ling-3.0-tiny's full width with four layers, float32.",
+    wanted=1 / 0.15,
+)
+def first_token_from_disk_four_layers(setting: Setting) -> Trial:
+    """A large model, for which reading is much faster than computing."""
+    return _first_token(setting, _four_layers(setting), on_disk=True)
 
 
 # Throughput with and without the cache

@@ -26,7 +26,6 @@ import numpy as np
 
 from ling3.cache import pages_of, slots_of
 from ling3.engine.origins import origin
-from ling3.engine.pool import moves
 from ling3.engine.prefix_files import PrefixFiles, logger
 from ling3.engine.prefixes import Prefixes
 from ling3.engine.request import TokenSequence
@@ -35,7 +34,7 @@ from ling3.engine.settings import EngineSettings
 from ling3.mesh.sharded import placement_of
 from ling3.version import __version__
 
-MOST_PENDING = 2**28
+MOST_PENDING = 2**29
 """The most bytes that wait to be written; while more do, further prefixes are not kept."""
 PROGRAMS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
 """Settings of JAX that may change the bits of the engine's programs."""
@@ -50,6 +49,8 @@ class PrefixDisk:
         self._pending, self._lock = 0, threading.Lock()
         self._updates, self._roots = -1, dict[int | None, bytes]()
         self._root(None)  # reads all weights once, before the first request
+        nowhere = [runner.shapes.pages] * (runner.shapes.step // runner.shapes.page_size)
+        runner.write(nowhere, jax.device_get(runner.read(nowhere)))  # compiles both
 
     @staticmethod
     def of(runner: "Runner", settings: EngineSettings) -> "PrefixDisk | None":
@@ -107,9 +108,9 @@ class PrefixDisk:
         names = self._names(sequence, end, prefixes.step)
         for i in range(prefixes.shared(sequence) // unit, end):
             if not self._files.has(_pages(names[i])):
-                self._write(_pages(names[i]), self._runner.read(pages[i * unit : (i + 1) * unit]), unit)
+                self._write(_pages(names[i]), self._runner.read(pages[i * unit : (i + 1) * unit]))
         if states and not self._files.has(_states(names[-1])):
-            self._write(_states(names[-1]), [jax.tree.leaves(states)], 1)
+            self._write(_states(names[-1]), jax.tree.leaves(states))
         if end == sequence.prefill_end // prefixes.step:
             self._touch(names)
 
@@ -141,20 +142,19 @@ class PrefixDisk:
             self._runner.write(pages[i * unit : (i + 1) * unit], step or ())
         return [jax.device_put(jax.tree.unflatten(structure, found))] if self._stateful else []
 
-    def _write(self, name: str, blocks: Sequence[Sequence[Any]], rows: int) -> None:
-        """Queues a file of the first `rows` rows of arrays, which come in blocks; drops it while too much is queued."""
-        size = sum(x.nbytes for block in blocks for x in block)
+    def _write(self, name: str, arrays: Sequence[Any]) -> None:
+        """Queues a file of arrays; drops it while too much is queued."""
+        size = sum(x.nbytes for x in arrays)
         with self._lock:
             if self._pending and self._pending + size > MOST_PENDING:
                 return
             self._pending += size
-        self._submit(self._written, name, blocks, rows, size)
+        self._submit(self._written, name, arrays, size)
 
-    def _written(self, name: str, blocks: Sequence[Sequence[Any]], rows: int, size: int) -> None:
+    def _written(self, name: str, arrays: Sequence[Any], size: int) -> None:
         """Writes a file, unless a number in it is NaN."""
         try:
-            cut = [[np.asarray(x)[:count] for x in block] for block, count in zip(blocks, moves(rows), strict=True)]
-            found = [np.concatenate(parts) for parts in zip(*cut, strict=True)]
+            found = [np.asarray(x) for x in arrays]
             if not any(_has_nan(x) for x in found):
                 self._files.write(name, found)
         except Exception as error:  # a fault of the device is the engine's to report

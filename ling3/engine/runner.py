@@ -145,15 +145,13 @@ class Runner:
             sequence.request.origin,
         )
 
-    def read(self, pages: Sequence[int]) -> list[tuple[Array, ...]]:
-        """Copies pages on the device: blocks of up to `PAGES_MOVED`, padded to that, of each paged array."""
-        return [read_pages(some, self.pool) for some in self._moves(pages)]
+    def read(self, pages: Sequence[int]) -> tuple[Array, ...]:
+        """Copies pages on the device, of each paged array; a program for each number of pages."""
+        return read_pages(self._put(np.asarray(pages, np.int32)), self.pool)
 
     def write(self, pages: Sequence[int], contents: Sequence[np.ndarray]) -> None:
-        """Fills pages with entries from the host; `contents` has those of each paged array."""
-        for start, some in zip(range(0, len(pages), PAGES_MOVED), self._moves(pages), strict=True):
-            block = tuple(x[start : start + PAGES_MOVED] for x in contents)
-            self.pool = write_pages(some, self._restore(_filled_up(block)), self.pool)
+        """Fills pages with what `read` returned of as many; out-of-range pages are left out."""
+        self.pool = write_pages(self._put(np.asarray(pages, np.int32)), self._restore(tuple(contents)), self.pool)
 
     def scrub(self, slot: int, pages: Sequence[int]) -> None:
         """Zeros a slot and pages, so that no NaN stays in them."""
