@@ -31,8 +31,50 @@ class Recomputed(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq *streams hidden"], state: State | None, span: Span
     ) -> tuple[Float[Array, "batch seq *streams hidden"], State | None]:
-        """The layer's output and its new state."""
-        return eqx.filter_checkpoint(lambda layer, *given: layer(*given))(self.layer, x, state, span)
+        """The layer's output. Raises ValueError for a state: layers are recomputed in training alone."""
+        if state is not None:
+            raise ValueError("the layer is recomputed in a backward pass, and takes no state; use the model itself")
+        return _run((self.layer, x), span), None
+
+
+@eqx.filter_custom_vjp
+def _run(
+    given: tuple[DecoderLayer, Float[Array, "batch seq *streams hidden"]], span: Span
+) -> Float[Array, "batch seq *streams hidden"]:
+    layer, x = given
+    return layer(x, None, span)[0]
+
+
+@_run.def_fwd
+def _forward(
+    perturbed: PyTree, given: tuple[DecoderLayer, Float[Array, "batch seq *streams hidden"]], span: Span
+) -> tuple[Float[Array, "batch seq *streams hidden"], None]:
+    layer, x = given
+    return layer(x, None, span)[0], None
+
+
+@_run.def_bwd
+def _backward(
+    residuals: None, dy: Float[Array, "batch seq *streams hidden"], perturbed: PyTree, given: PyTree, span: Span
+) -> PyTree:
+    """The gradient, inside a branch that dy decides on, and that is always taken.
+
+    XLA's CPU backend drops the barriers by which `jax.checkpoint` defers this work, and would recompute many layers
+    before it needs them, each with its activations.
+    """
+    learnt, fixed = eqx.partition(given, perturbed)
+
+    def run(learnt: PyTree) -> Array:
+        layer, x = eqx.combine(learnt, fixed)
+        return layer(x, None, span)[0]
+
+    bits = lax.bitcast_convert_type(dy.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
+    return lax.cond(
+        (bits & 1) < 2,
+        lambda dy: jax.vjp(run, learnt)[1](dy)[0],
+        lambda dy: jax.tree.map(jnp.zeros_like, learnt),
+        dy,
+    )
 
 
 def recomputed(model: CausalLM) -> CausalLM:
@@ -53,13 +95,19 @@ def summed_loss(model: CausalLM, batch: Batch, execution: Execution | None = Non
     hidden, _ = model.model(batch.tokens, (None,) * len(model.model.attentions), whole)
     targets, weights = jnp.roll(batch.tokens, -1, axis=1), jnp.roll(batch.weights, -1, axis=1)
     weights = weights.at[:, -1].set(0.0)
-    vocab = model.config.vocab_size
-    width = math.gcd(seq, 1 << (max(1, LOGITS // (vocab * rows)).bit_length() - 1))
+    vocab, width = model.config.vocab_size, logits_at_once(model, batch) // rows
 
     def parts(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(rows, seq // width, width, *x.shape[2:]), 1, 0)
 
     return _summed((model.head, parts(hidden)), parts(targets), parts(weights), execution, vocab)
+
+
+def logits_at_once(model: CausalLM, batch: Batch) -> int:
+    """The number of the batch's tokens whose logits exist at once in `summed_loss`, which divides all of them."""
+    rows, seq = batch.tokens.shape
+    width = max(1, LOGITS // (model.config.vocab_size * rows))
+    return rows * math.gcd(seq, 1 << (width.bit_length() - 1))
 
 
 @eqx.filter_custom_vjp

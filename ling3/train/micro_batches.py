@@ -44,6 +44,13 @@ def width_of(length: int) -> int:
     return max(NARROWEST, -(-length // quarter) * quarter)
 
 
+def shape_of(longest: int, tokens: int, texts: int, devices: int = 1) -> tuple[int, int]:
+    """The rows and the width of the next micro-batch of `texts` texts, of which the longest has `longest` tokens."""
+    width = width_of(longest)
+    most = min(max(1, tokens // (width * devices)), max(1, texts // devices))
+    return devices * 2 ** (most.bit_length() - 1), width
+
+
 def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1) -> list[Batch]:
     """The texts in padded batches of about `tokens` tokens, the longest texts first, so that neighbours are as long.
 
@@ -54,9 +61,7 @@ def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1) 
     ordered = sorted(texts, key=lambda text: -len(text.ids))
     found = []
     while ordered:
-        width = width_of(len(ordered[0].ids))
-        most = min(max(1, tokens // (width * devices)), max(1, len(ordered) // devices))
-        rows = devices * 2 ** (most.bit_length() - 1)
+        rows, width = shape_of(len(ordered[0].ids), tokens, len(ordered), devices)
         ids, weights = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.float32)
         for row in range(rows):
             ids[row] = np.resize(ordered[row % len(ordered)].ids, width)
