@@ -46,17 +46,13 @@ def _run(
 
 
 @_run.def_fwd
-def _forward(
-    perturbed: PyTree, given: tuple[DecoderLayer, Float[Array, "batch seq *streams hidden"]], span: Span
-) -> tuple[Float[Array, "batch seq *streams hidden"], None]:
+def _forward(perturbed: PyTree, given: PyTree, span: Span) -> tuple[Array, None]:
     layer, x = given
     return layer(x, None, span)[0], None
 
 
 @_run.def_bwd
-def _backward(
-    residuals: None, dy: Float[Array, "batch seq *streams hidden"], perturbed: PyTree, given: PyTree, span: Span
-) -> PyTree:
+def _backward(residuals: None, dy: Array, perturbed: PyTree, given: PyTree, span: Span) -> PyTree:
     """The gradient, inside a branch that dy decides on, and that is always taken.
 
     XLA's CPU backend drops the barriers by which `jax.checkpoint` defers this work, and would recompute many layers
@@ -130,13 +126,8 @@ def _summed(
 
 @_summed.def_fwd
 def _with_gradient(
-    perturbed: PyTree,
-    given: tuple[Matrix, Float[Array, "parts batch seq hidden"]],
-    targets: Int[Array, "parts batch seq"],
-    weights: Float[Array, "parts batch seq"],
-    execution: Execution,
-    vocab: int,
-) -> tuple[Float[Scalar, ""], PyTree]:
+    perturbed: PyTree, given: PyTree, targets: Array, weights: Array, execution: Execution, vocab: int
+) -> tuple[Array, PyTree]:
     """The loss and its gradient at once: since the loss is a sum, no part's logits are needed again."""
     head, hidden = given
     learnt, fixed = eqx.partition(head, perturbed[0])
@@ -157,7 +148,7 @@ def _with_gradient(
 
 
 @_summed.def_bwd
-def _scaled(gradient: PyTree, towards: Float[Scalar, ""], *_: object) -> PyTree:
+def _scaled(gradient: PyTree, towards: Array, *_: object) -> PyTree:
     """The gradient times that of the loss."""
     return jax.tree.map(lambda own: own * towards.astype(own.dtype), gradient)
 
@@ -169,5 +160,5 @@ def _cross_entropy(
     top = jnp.max(logits, axis=-1, keepdims=True)
     total = top + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    hits = (lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]).astype(logits.dtype)
     return jnp.sum((total - chosen)[..., 0] * weights), weights[..., None] * (jnp.exp(logits - total) - hits)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantized_models
 from exhaustive_cases import exhaustively
 from native_kernels import installed, needs_compiler
 from promised_requests import answer
@@ -18,6 +21,8 @@ from tiny_transformers import CASES
 from tiny_transformers import open_model as open_transformer
 
 import ling3
+from ling3.checkpoint.loading import dequantized
+from ling3.checkpoint.quantizing import quantize
 from ling3.engine import sampling
 from ling3.engine.forward import Programs
 from ling3.engine.speculator import Speculator
@@ -25,11 +30,24 @@ from ling3.mesh import place
 
 SIZES = {**SETTINGS, "max_model_len": 96, "token_paddings": (32,), "num_pages": 12}
 LING3 = {"tiny": TINY, "flash": FLASH}
+QUANTIZED = ("int4", "int8")
 PROMPTS = [[7, 8, 9], list(range(3, 46)), list(range(3, 44)), [11, 12]]
 ADAPTERS = (None, "a", "b")
 
 
+@functools.cache
+def quantized(to):
+    """A small Ling-3 as `ling3 quantize` writes it."""
+    with tempfile.TemporaryDirectory() as directory:
+        dense, few_bits = (pathlib.Path(directory) / name for name in ("dense", "few bits"))
+        ling3.save(open_ling3(quantized_models.SIZES), dense)
+        quantize(dense, few_bits, to)
+        return ling3.load(few_bits, jnp.float32)
+
+
 def open_model(name):
+    if name in QUANTIZED:
+        return quantized(name)
     return open_transformer(name) if name in CASES else open_ling3(LING3[name])
 
 
@@ -72,6 +90,13 @@ def with_adapter(new, old, asked):
     return [(prompt, dataclasses.replace(own, adapter=new)) for prompt, own in asked if own.adapter == old]
 
 
+def always_guess(monkeypatch):
+    """Guesses as many tokens as fit wherever there are any to guess."""
+    monkeypatch.setattr(Speculator, "depth", lambda own, _, chances: own.sizes.each if chances else 0)
+    monkeypatch.setattr(Speculator, "measured", True)
+    monkeypatch.setattr(sampling, "MANY", 0)
+
+
 def keeps_its_bits(name):
     """In company with other adapters and none, preempted, and from known prefixes, an answer is that of its solo run.
 
@@ -110,15 +135,26 @@ def test_in_every_family(name):
             np.testing.assert_allclose([x.logprob for x in logprobs], [x.logprob for x in same_logprobs], atol=1e-4)
 
 
+@pytest.mark.thorough
+@pytest.mark.optimized
+@pytest.mark.parametrize("to", exhaustively(QUANTIZED, but=["int4"]))
+def test_over_quantized_weights(to):
+    """The bits of solo runs; up to rounding, those of b are those of the dequantized model with b merged into it."""
+    asked, expected = keeps_its_bits(to)
+    merged = ling3.merge_adapter(dequantized(quantized(to), jnp.float32), adapters(to)["b"])
+    found = [each[0][:2] for each in expected[2::3]]
+    scores = ling3.score(merged, [(prompt, own[0]) for (prompt, _), own in zip(asked[2::3], found, strict=True)])
+    # Logits near 1 in float32, by products of another order.
+    np.testing.assert_allclose([[x.logprob for x in own] for _, own in found], scores, atol=1e-4)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", exhaustively(["tiny", "llama", "qwen3-moe"], but=["tiny", "llama"]))
 def test_with_drafts(name, monkeypatch):
     """Guesses that are right, wrong and both, of sequences with different adapters in one pass."""
-    monkeypatch.setattr(Speculator, "depth", lambda own, _, chances: own.sizes.each if chances else 0)
-    monkeypatch.setattr(Speculator, "measured", True)
-    monkeypatch.setattr(sampling, "MANY", 0)
+    always_guess(monkeypatch)
     sizes = {"decode_rows": 8, "num_pages": 24}
     asked = [(prompt, dataclasses.replace(own, n=1)) for prompt, own in requests()]
     with installed():
@@ -132,6 +168,24 @@ def test_with_drafts(name, monkeypatch):
         guessing = engine(name, **sizes, speculation=guess)
         assert answers(guessing, asked) == expected
         assert guessing.stats().accepted_tokens > 0
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_with_guesses_of_the_models_own_layer(monkeypatch):
+    """The layer guesses from hidden states of the adapted model; right or wrong, no guess changes a bit."""
+    always_guess(monkeypatch)
+    model = ling3.init(dataclasses.replace(TINY, num_nextn_predict_layers=1), key=jax.random.key(3), mtp=True)
+    own = {name: random_adapter(model, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 2))}
+    sizes = {**SIZES, "decode_rows": 8, "num_pages": 24, "adapters": own}
+    asked = [(prompt, dataclasses.replace(one, n=1)) for prompt, one in requests()]
+    with installed():
+        expected = answers(ling3.Engine(model, None, **sizes), asked)
+        guessing = ling3.Engine(model, None, **sizes, speculation="mtp")
+        assert answers(guessing, asked) == expected
+        stats = guessing.stats()
+        assert stats.drafted_tokens > 100 and 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
 def test_prefixes_are_not_shared_across_adapters():
