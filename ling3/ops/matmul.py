@@ -134,7 +134,7 @@ def _rows(matrix: Array, start: Array, size: int) -> Array:
 def _in_parts(matrix: Array | Quantized, part: Callable[[Array | None, int], Array]) -> Array:
     """Joins the results [rows, size] of `part(start, size)` for some rows of a matrix [outer, inner] at a time.
 
-    `start` is None for all rows.
+    A `start` of None means all rows.
     """
     outer, inner = matrix.shape
     step = matrix.step if isinstance(matrix, Quantized) else 1

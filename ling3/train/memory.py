@@ -26,8 +26,8 @@ from ling3.train.micro_batches import shape_of
 class TrainingMemory:
     """Bytes of a step of fine-tuning on one device, with passes of `rows` texts, padded to `width` tokens.
 
-    A step alternates between two programs: the forward and backward pass of some texts, and AdamW's update. What each
-    of them needs for itself is never there at the same time.
+    A step alternates between two programs: the forward and backward pass of some texts, and AdamW's update. The
+    temporaries of one are never there at the same time as those of the other.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class TrainingMemory:
     moments: int
     """AdamW's two averages for each trained number."""
     inputs: int
-    """What the backward pass keeps of each layer if layers are recomputed: its input. It is part of `passing`."""
+    """The layers' inputs, which the backward pass keeps if layers are recomputed; part of `passing`."""
     logits: int
     """The logits that exist at once, once; part of `passing` too."""
     passing: int
@@ -58,7 +58,7 @@ class TrainingMemory:
 
     @property
     def larger(self) -> int:
-        """What the larger one of the two programs needs for itself."""
+        """The temporaries and results of the program that needs more of them."""
         return max(self.passing, self.updating)
 
     @property
