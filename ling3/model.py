@@ -208,8 +208,12 @@ class CausalLM(eqx.Module):
         self, hidden: Float[Array, "batch seq hidden"], execution: Execution = PLAIN
     ) -> Float32[Array, "batch seq {self.config.vocab_size}"]:
         """The logits of normed hidden states, in float32."""
-        head = self.model.word_embeddings if self.lm_head is None else self.lm_head
-        return head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may be padded
+        return self.head(hidden, execution, jnp.float32)[..., : self.config.vocab_size]  # a head may be padded
+
+    @property
+    def head(self) -> Matrix:
+        """The matrix that gives the logits: `lm_head`, or the word embeddings."""
+        return self.model.word_embeddings if self.lm_head is None else self.lm_head
 
     def __hash__(self) -> int:
         """Raises TypeError, like any module with arrays, saying what to use instead of `jax.jit(model)`."""

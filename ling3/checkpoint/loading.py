@@ -100,11 +100,7 @@ def load(
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
     with _uncollected(), Together(mesh, CheckpointError) as together:
-        directory, tree, source = _opened(path, revision, mtp, rounded_activations)
-        parts = stored_parts(tree, source)
-        account(directory, tree, parts, source, wanted, mesh)
-        dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
-        tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=_activations(parts, dtypes, wanted)), tree)
+        directory, source, parts, dtypes, tree = _planned(path, wanted, mesh, revision, mtp, rounded_activations)
         layout = None if mesh is None else plan(tree, mesh, rules)
         together.check(same=hashlib.sha256(repr((tree.config, dtypes)).encode()).hexdigest())
 
@@ -115,6 +111,38 @@ def load(
             kind = "numbers out of range; fetch the file again"
             raise CheckpointError(shards.complaint(directory, [(kind, wrong)]))
     return model
+
+
+def planned(
+    path: str | os.PathLike[str], dtype: DTypeLike | None = None, *, revision: str | None = None, mtp: bool = False
+) -> CausalLM:
+    """The model that `load` would give, with a `jax.ShapeDtypeStruct` for each array; reads headers, and no weights.
+
+    Raises the same errors for these arguments and headers.
+    """
+    *_, parts, dtypes, tree = _planned(path, None if dtype is None else np.dtype(dtype), None, revision, mtp, False)
+    arrays = [jax.ShapeDtypeStruct(leaf.value.shape, own) for (leaf, _), own in zip(parts, dtypes, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays)
+
+
+def _planned(
+    path: str | os.PathLike[str],
+    wanted: np.dtype | None,
+    mesh: Mesh | None,
+    revision: str | None,
+    mtp: bool,
+    rounded_activations: bool,
+) -> tuple[pathlib.Path, StoredTensors, Parts, list[np.dtype], CausalLM]:
+    """The directory of a checkpoint, its tensors, the arrays made of them and their dtypes, and the model's structure.
+
+    The headers are checked against the configuration.
+    """
+    directory, tree, source = _opened(path, revision, mtp, rounded_activations)
+    parts = stored_parts(tree, source)
+    account(directory, tree, parts, source, wanted, mesh)
+    dtypes = [_target_dtype(leaf, weights, source, wanted) for leaf, weights in parts]
+    tree = eqx.filter_eval_shape(functools.partial(in_model, dtype=_activations(parts, dtypes, wanted)), tree)
+    return directory, source, parts, dtypes, tree
 
 
 def _opened(

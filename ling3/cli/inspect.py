@@ -5,12 +5,12 @@ import importlib.util
 import os
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from ling3.cli.devices import Devices, fake_devices
-from ling3.cli.options import Command, Common, FileOption, Model, MoreModels, TextOption, WholeNumber
+from ling3.cli.options import Command, Common, FileOption, Model, MoreModels, NamesOption, TextOption, WholeNumber
 from ling3.cli.terminal import compiling, print_json
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ling3.interpret.inspect import ModelReport
     from ling3.interpret.kernels import KernelReport
     from ling3.interpret.plan import MeshReport
+    from ling3.train.memory import TrainingMemory
 
 # ruff: noqa: PLC0415
 # A command imports what it needs when it runs, so that help and errors appear at once.
@@ -41,6 +42,30 @@ class Planning:
     """Tokens of each request, prompt and output; by default 8,192, or the model's context if that is less."""
     chunked_prefill_size: int = 512
     """Prompt tokens of one prefill call."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """The memory of `ling3 train`, whose options these are."""
+
+    train: bool = False
+    """Compile the programs of a step of fine-tuning, and show the memory that it needs."""
+    lora: WholeNumber = None
+    """The rank of the adapter; by default 16."""
+    full: bool = False
+    """Train all weights instead, in float32."""
+    targets: NamesOption = None
+    """The modules that the adapter changes: comma-separated names of transformers, or their ends; by default all."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The dtype of the matrices; auto is the stored one, and float32 with --full."""
+    batch: int = 8
+    """Texts in a step."""
+    tokens: int = 2048
+    """Tokens of a forward and backward pass."""
+    text_tokens: WholeNumber = None
+    """Tokens of the longest text; by default --tokens: one text in a pass, which needs the most memory."""
+    keep_activations: bool = False
+    """Keep all activations for the backward pass, instead of recomputing each layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,26 +93,38 @@ class Inspect(Command):
     """Print one JSON object."""
     devices: Devices
     planning: Planning
+    training: TrainingPlan
 
 
 def run(command: Inspect) -> None:
     """Prints the report on the checkpoint, the plan, the kernels, or the comparison of several models."""
     planning = command.planning
     if command.others or command.plot is not None:
-        if planning != Planning() or command.kernels or command.devices != Devices():
-            raise ValueError("--plan and --kernels are for one model without --plot: give them apart")
+        alone = planning, command.training, command.devices, command.kernels
+        if alone != (Planning(), TrainingPlan(), Devices(), False):
+            raise ValueError("--plan, --train and --kernels are for one model without --plot: give them apart")
         _print(_comparison(command), json=command.json)
         return
     if not planning.plan and (command.devices != Devices() or planning.topology is not None):
         raise ValueError("--tp, --dp, --ep and --topology are for --plan: give it too")
-    if planning.plan and command.kernels:
-        raise ValueError("--plan is for devices that are not here, and --kernels for this machine: give one of them")
+    training = command.training
+    if not training.train and training != TrainingPlan():
+        raise ValueError(f"{_given(training)}: for --train: give it too")
+    if planning.plan + command.kernels + training.train > 1:
+        raise ValueError(
+            "--plan is for devices that are not here, --kernels for the engine on this machine, and --train for "
+            "training: give one of them"
+        )
     if planning.plan:
         fake_devices(command.devices.count)
     from ling3.interpret import inspect
 
     report = inspect.report(command.model, revision=command.common.revision, mtp=command.mtp)
-    shown: ModelReport | MeshReport | KernelReport = _plan(command, report) if planning.plan else report
+    shown: ModelReport | MeshReport | KernelReport | TrainingMemory = report
+    if planning.plan:
+        shown = _plan(command, report)
+    if training.train:
+        shown = _train(command, report)
     if command.kernels:
         from ling3.interpret import kernels
 
@@ -127,6 +164,30 @@ def _plan(command: Inspect, report: "ModelReport") -> "MeshReport":
     work = plan.Workload(planning.max_running_requests, context, planning.chunked_prefill_size)
     with compiling(Console(stderr=True)):
         return plan.report(report.model, *found, work, compiler=compiler)
+
+
+def _given(training: TrainingPlan) -> str:
+    """The options that are not the defaults, as they are typed."""
+    given = [name for name, value in vars(training).items() if value != getattr(TrainingPlan(), name)]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
+def _train(command: Inspect, report: "ModelReport") -> "TrainingMemory":
+    from ling3.checkpoint.loading import planned
+    from ling3.cli.train import settings_of
+    from ling3.interpret import inspect
+    from ling3.train.memory import predict
+
+    training = command.training
+    settings = settings_of(vars(training))
+    dtype = "float32" if training.full and training.dtype == "auto" else training.dtype
+    options = {"revision": command.common.revision, "mtp": command.mtp}
+    if report.stored:
+        model = planned(command.model, None if dtype == "auto" else dtype, **options)
+    else:
+        model = inspect.report(command.model, "bfloat16" if dtype == "auto" else dtype, **options).model
+    with compiling(Console(stderr=True)):
+        return predict(model, settings, training.text_tokens)
 
 
 def _tpus(name: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -91,19 +92,29 @@ class Train(Command):
 
     def settings(self) -> "FineTuning":
         """The options as FineTuning. Raises ValueError for options that exclude each other or are out of range."""
-        from ling3.train.fine_tuning import FineTuning
-
-        if self.full and self.lora is not None:
-            raise ValueError("--full trains all weights, and --lora an adapter: give one of them")
         if self.mtp and not self.full:
             raise ValueError("--mtp is for --full: an adapter leaves multi-token-prediction layers as they are")
-        names = {field.name for field in dataclasses.fields(FineTuning)}
-        given = {name: value for name, value in vars(self).items() if name in names}
-        given["lora"] = None if self.full else RANK if self.lora is None else self.lora
-        given["targets"] = None if self.targets is None else tuple(self.targets.split(","))
-        given["recompute"] = not self.keep_activations
-        given["packing"] = {"auto": None, "on": True, "off": False}[self.packing]
-        return FineTuning(**given)
+        return settings_of(vars(self))
+
+
+def settings_of(options: Mapping[str, Any]) -> "FineTuning":
+    """FineTuning by options that are named as those of `Train`, and may be fewer.
+
+    Raises ValueError for options that exclude each other or are out of range.
+    """
+    from ling3.train.fine_tuning import FineTuning
+
+    full, rank, targets = options["full"], options["lora"], options["targets"]
+    if full and rank is not None:
+        raise ValueError("--full trains all weights, and --lora an adapter: give one of them")
+    names = {field.name for field in dataclasses.fields(FineTuning)}
+    given = {name: value for name, value in options.items() if name in names}
+    given["lora"] = None if full else RANK if rank is None else rank
+    given["targets"] = None if targets is None else tuple(targets.split(","))
+    given["recompute"] = not options["keep_activations"]
+    if "packing" in options:
+        given["packing"] = {"auto": None, "on": True, "off": False}[options["packing"]]
+    return FineTuning(**given)
 
 
 def run(command: Train) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
@@ -158,8 +159,13 @@ def block_attention(
     expansion: Expansion | PerHead | None = None,
     oldest: Int32[Array, "batch rows"] | None = None,
 ) -> Wide[Array, "batch heads rows value"]:
-    """The plain form of `BlockAttention`: a running softmax, BLOCK positions at a time."""
+    """The plain form of `BlockAttention`: a running softmax, BLOCK positions at a time.
 
+    The backward pass computes each block's scores again, as in FlashAttention (arXiv 2205.14135, §3.1), so that memory
+    grows with the tokens and not with their square.
+    """
+
+    @jax.checkpoint
     def step(i, carry):
         i = jnp.asarray(i, jnp.int32)
         block = lax.dynamic_slice_in_dim(entries, i * BLOCK, BLOCK, axis=1)

@@ -86,20 +86,27 @@ def dense_experts(
 def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> Callable[..., jax.Array]:
     """Gives a faster form of `dense_experts` the same gradient, in reverse mode; `settings` are passed to `form`.
 
-    The gradient computes only the chosen experts, or all of them if stacks are quantized or devices share them. It
-    raises TypeError if it is taken with respect to a quantized stack.
+    The gradient computes only the chosen experts, and nothing for stacks that it is not taken with respect to; but all
+    experts if devices share them, or activations are rounded. It raises TypeError if it is taken with respect to a
+    quantized stack.
     """
 
     def own(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
         return form(x, chosen, weights, gate_proj, up_proj, down_proj, *statics, **settings)
 
-    def forward(x, chosen, weights, gate_proj, up_proj, down_proj, *statics):
-        y = own(x, chosen, weights, gate_proj, up_proj, down_proj, *statics)
-        return y, (x, chosen, weights, gate_proj, up_proj, down_proj)
+    def forward(*given):
+        inputs = [jax.tree.map(lambda leaf: leaf.value, arg, is_leaf=_is_primal) for arg in given[:6]]
+        frozen = not any(leaf.perturbed for leaf in jax.tree.leaves(given[3:6], is_leaf=_is_primal))
+        return own(*inputs, *given[6:]), (() if frozen else None, *inputs)  # of these two, neither is an array
 
     def backward(swiglu, times, spread, inputs, dy):
-        x, chosen, weights, *stacks = inputs
+        frozen, x, chosen, weights, *stacks = inputs
+        dy = jnp.zeros(dy.shape, dy.dtype) if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy
         floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
+        rounds = any(stack.rounds for stack in stacks if isinstance(stack, Quantized))
+        if spread is None and frozen is not None and not rounds:
+            dx, dweights = _input_gradient(x, chosen, weights, stacks, dy, swiglu)
+            return dx, None, dweights, None, None, None
         if spread is None and len(floats) == len(stacks):
             dx, dweights, *dstacks = _gradient(x, chosen, weights, stacks, dy, swiglu, times)
             return dx, None, dweights, *dstacks
@@ -112,7 +119,7 @@ def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> 
         return dx, None, dweights, *map(dfloats.get, range(3))
 
     differentiable = jax.custom_vjp(own, nondiff_argnums=(6, 7, 8))
-    differentiable.defvjp(forward, backward)
+    differentiable.defvjp(forward, backward, symbolic_zeros=True)
 
     @functools.wraps(form)
     def with_defaults(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
@@ -120,6 +127,10 @@ def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> 
         return differentiable(x, chosen, weights, *stacks, swiglu, times, spread)
 
     return with_defaults
+
+
+def _is_primal(leaf: Any) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def weighted(
@@ -167,10 +178,7 @@ def blocks_of_experts(
         return times(swiglu(gate, up).astype(x.dtype), down).astype(dtype)
 
     def by_blocks(out):
-        ends = jnp.cumsum(blocks)
-        turns = jnp.arange(min(tokens * top_k, experts + tokens * top_k // block), dtype=jnp.int32)
-        owner = jnp.minimum(jnp.searchsorted(ends, turns, side="right").astype(jnp.int32), experts - 1)
-        rows = groups.rows(owner, turns - (ends - blocks)[owner], block)
+        owner, rows, count = groups.blocks(block)
 
         def turn(i, out):
             own = rows[i]
@@ -180,7 +188,7 @@ def blocks_of_experts(
 
             return out.at[own].set(read(of_block, narrow, own[0] >= 0), mode="drop")
 
-        return lax.fori_loop(0, ends[-1], turn, out)
+        return lax.fori_loop(0, count, turn, out)
 
     def by_rounds(out):
         every = jnp.arange(experts, dtype=jnp.int32)
@@ -249,6 +257,48 @@ def _gradient(
     )
 
 
+def _input_gradient(
+    x: Float[Array, "tokens hidden"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    stacks: Sequence[Float[Array, "experts _ _"] | Quantized],
+    dy: Float[Array, "tokens hidden"],
+    swiglu: SwiGLU,
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens top_k"]]:
+    """The gradients of x and of the weights alone, over blocks of one expert's rows.
+
+    With h = swiglu(gate x, up x) and g = downᵀ dy, a row's weight has the gradient h·g, and h has weight · g. One
+    expert's matrices at a time are widened to float32 or decoded.
+    """
+    (tokens, top_k), experts, dtype = chosen.shape, stacks[0].shape[0], wide(x.dtype)
+    block = min(128, 1 << max(2, (-(-tokens * top_k // experts) - 1).bit_length()))
+    owner, rows, count = Groups.of(chosen, experts).blocks(block)
+    matmul = functools.partial(jnp.matmul, precision=exact(dtype))
+
+    def of_block(i):
+        gate, up, down = (numbers(matrix_of(stack, owner[i])).astype(dtype) for stack in stacks)
+        taken, dtaken = (a.astype(dtype).at[rows[i] // top_k].get(mode="fill", fill_value=0) for a in (x, dy))
+        share = weights.reshape(-1).at[rows[i]].get(mode="fill", fill_value=0).astype(dtype)
+
+        def middle(taken):
+            return swiglu(matmul(taken, gate.T), matmul(taken, up.T)).astype(x.dtype).astype(dtype)
+
+        hidden, pullback = jax.vjp(middle, taken)
+        dhidden = matmul(dtaken, down)
+        return pullback(dhidden * share[:, None])[0], jnp.sum(hidden * dhidden, axis=-1)
+
+    def turn(i, sums):
+        dx, dweights = sums
+        zeros = jnp.zeros((block, x.shape[1]), dtype), jnp.zeros(block, dtype)
+        # Always true: inside a branch XLA does not widen all experts before the loop.
+        dtaken, shares = lax.cond(rows[i, 0] < tokens * top_k, of_block, lambda i: zeros, i)
+        return dx.at[rows[i] // top_k].add(dtaken, mode="drop"), dweights.at[rows[i]].set(shares, mode="drop")
+
+    zeros = jnp.zeros(x.shape, dtype), jnp.zeros(chosen.size, dtype)
+    dx, dweights = lax.fori_loop(0, count, turn, zeros)
+    return dx.astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype)
+
+
 class Groups(NamedTuple):
     """The rows `token · top_k + j` of a routing choice, sorted by expert, then token; rows without an expert are last.
 
@@ -265,6 +315,18 @@ class Groups(NamedTuple):
         flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
         counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
         return Groups(jnp.argsort(flat, stable=True).astype(jnp.int32), jnp.cumsum(counts) - counts, counts)
+
+    def blocks(self, size: int) -> tuple[Int32[Array, " blocks"], Int32[Array, "blocks block"], Int32[Array, ""]]:
+        """All blocks of `size` rows in turn: each one's expert, its rows as in `rows`, and how many blocks there are.
+
+        The arrays have room for the most blocks that a choice can make.
+        """
+        (experts,), (every,) = self.counts.shape, self.order.shape
+        blocks = -(-self.counts // size)
+        ends = jnp.cumsum(blocks)
+        turns = jnp.arange(min(every, experts + every // size), dtype=jnp.int32)
+        owner = jnp.minimum(jnp.searchsorted(ends, turns, side="right").astype(jnp.int32), experts - 1)
+        return owner, self.rows(owner, turns - (ends - blocks)[owner], size), ends[-1]
 
     def rows(
         self, expert: Int32[Array, " blocks"], index: Int32[Array, " blocks"], block: int

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
-from ling3.ops.quantized import Quantized, constant
+from ling3.ops.quantized import Quantized, constant, numbers
 
 ROWS = 16
 """Rows of x that are multiplied by a decoded matrix in one call: fixed, so that a row's result does not depend bitwise
@@ -91,19 +92,60 @@ def decoded_product(
     if matrix.ndim > 2:
         return lax.map(lambda own: decoded_product(own[1], own[0], times), (matrix, x))
     own, x = constant(matrix), matrix.rounded(x).astype(wide(x.dtype))
-    (outer, inner), step = own.shape, own.step
+    return _in_parts(own, lambda start, size: times(x, _decoded(own, start, size).astype(x.dtype)))
 
-    def part(rows: Quantized) -> Array:
-        return times(x, rows.decoded().astype(x.dtype))
 
+def differential(
+    dx: Float[Array, "*stack rows inner"], weight: Float[Array, "*stack outer inner"] | Quantized
+) -> Wide[Array, "*stack rows outer"]:
+    """dx Wᵀ for derivatives of products by kernels, in float32 or wider: a linear function of dx.
+
+    Forwards and transposed (dy W), W is widened or decoded some rows at a time if it is large, and kept as stored.
+    """
+    if weight.ndim > 2:
+        return lax.map(lambda own: differential(*own), (dx, weight))
+    dx = dx.astype(wide(dx.dtype))
+    if not isinstance(weight, Quantized) and weight.dtype == dx.dtype:
+        return dot(dx, weight, dx.dtype, "float32")
+
+    # Without the checkpoint all decoded rows would be kept for the transposed product.
+    @functools.partial(jax.checkpoint, static_argnums=2)
+    def part(dx: Array, start: Array | None, size: int) -> Array:
+        return dot(dx, _decoded(weight, start, size).astype(dx.dtype), dx.dtype, "float32")
+
+    return _in_parts(weight, functools.partial(part, dx))
+
+
+def _decoded(matrix: Array | Quantized, start: Array | None, size: int) -> Array:
+    """`size` rows of a matrix from `start` on as floats, or all of them."""
+    if start is None:
+        return numbers(matrix)
+    return matrix.cut(start, size).decoded() if isinstance(matrix, Quantized) else _rows(matrix, start, size)
+
+
+def _rows(matrix: Array, start: Array, size: int) -> Array:
+    """Rows of an array. XLA's CPU backend would convert all of a bfloat16 array to cut it, but not one of integers."""
+    if matrix.dtype.itemsize != 2:
+        return lax.dynamic_slice_in_dim(matrix, start, size)
+    words = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(matrix, jnp.uint16), start, size)
+    return lax.bitcast_convert_type(words, matrix.dtype)
+
+
+def _in_parts(matrix: Array | Quantized, part: Callable[[Array | None, int], Array]) -> Array:
+    """Joins the results [rows, size] of `part(start, size)` for some rows of a matrix [outer, inner] at a time.
+
+    A `start` of None means all rows.
+    """
+    outer, inner = matrix.shape
+    step = matrix.step if isinstance(matrix, Quantized) else 1
     size = max(1, DECODED // max(1, inner) // step) * step
     if size >= outer:
-        return part(own)
+        return part(None, outer)
     whole = outer // size
-    parts = lax.map(lambda i: part(own.cut(i * size, size)), jnp.arange(whole, dtype=jnp.int32))
-    parts = [jnp.swapaxes(parts, 0, 1).reshape(x.shape[0], -1)]
+    parts = lax.map(lambda i: part(i * size, size), jnp.arange(whole, dtype=jnp.int32))
+    parts = [jnp.swapaxes(parts, 0, 1).reshape(parts.shape[1], -1)]
     if outer % size:
-        parts.append(part(own.cut(jnp.asarray(whole * size, jnp.int32), outer - whole * size)))
+        parts.append(part(jnp.asarray(whole * size, jnp.int32), outer - whole * size))
     return jnp.concatenate(parts, axis=-1)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ling3.train.fine_tuning import FineTuned, FineTuning, finetune
     from ling3.train.fsdp import Fsdp
     from ling3.train.loop import Batch, Optimization, Progress, next_token_loss, train
+    from ling3.train.memory import TrainingMemory, predict
     from ling3.train.rl import Answers, Grpo, Point, Task, advantages, divergence, grpo, objective
     from ling3.train.texts import TrainingDataError, TrainingText, read_texts
 
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "Task",
     "TrainingDataError",
+    "TrainingMemory",
     "TrainingText",
     "advantages",
     "balanced",
@@ -37,6 +39,7 @@ __all__ = [
     "next_token_loss",
     "objective",
     "plain",
+    "predict",
     "read_texts",
     "train",
 ]
@@ -44,6 +47,7 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(("BalancedRouter", "balanced", "excess_load", "plain"), "balance"),
     **dict.fromkeys(("FineTuned", "FineTuning", "finetune"), "fine_tuning"),
+    **dict.fromkeys(("TrainingMemory", "predict"), "memory"),
     **dict.fromkeys(("TrainingDataError", "TrainingText", "read_texts"), "texts"),
     **dict.fromkeys(("Answers", "Grpo", "Point", "Task", "advantages", "divergence", "grpo", "objective"), "rl"),
     "Fsdp": "fsdp",

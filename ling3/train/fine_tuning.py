@@ -121,8 +121,7 @@ class _Pass:
         return loss + ahead - jax.lax.stop_gradient(ahead)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _accumulated(
+def accumulate(
     given: tuple[_Pass, PyTree, CausalLM | None, Batch, Float[Array, ""]], sums: tuple[Float[Array, ""], PyTree]
 ) -> tuple[Float[Array, ""], PyTree]:
     """The sums of losses and gradients, with those of one more micro-batch."""
@@ -132,10 +131,10 @@ def _accumulated(
     return jax.tree.map(jnp.add, sums, (loss, gradient))
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _updated(
+def update(
     given: tuple[optax.GradientTransformation, Fsdp | None, PyTree], trained: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
+    """The trained arrays and the optimizer's state after a step with a gradient."""
     optimizer, fsdp, gradient = given
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
         updates, state = optimizer.update(gradient, state, eqx.filter(trained, eqx.is_inexact_array))
@@ -143,11 +142,33 @@ def _updated(
     return updated if fsdp is None else fsdp.settled(updated)
 
 
+_accumulated = eqx.filter_jit(accumulate, donate="all-except-first")
+_updated = eqx.filter_jit(update, donate="all-except-first")
+
+
 @eqx.filter_jit
 def _evaluated(
     forward: _Pass, trained: PyTree, base: CausalLM | None, batch: Batch, total: Float[Array, ""]
 ) -> Float[Array, ""]:
     return forward.loss(trained, base, batch, total)
+
+
+def forward_pass(settings: FineTuning, fsdp: Fsdp | None = None) -> _Pass:
+    """The forward and backward pass by some settings, for `accumulate`."""
+    return _Pass(settings.recompute, fsdp)
+
+
+def start(
+    model: CausalLM, settings: FineTuning, texts: int, fsdp: Fsdp | None = None
+) -> tuple[Any, optax.GradientTransformation]:
+    """The arrays that are trained, an adapter or a copy of all weights, and their optimizer for a number of texts."""
+    optimization = settings.optimization(texts)
+    if settings.lora is not None:
+        key = jax.random.key(settings.seed)
+        how = {"alpha": settings.alpha, "targets": settings.targets}
+        return new_adapter(model, rank=settings.lora, key=key, **how), optimization.descent()
+    trained = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
+    return trained, optimization.transformation(trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +207,9 @@ def finetune(
     CheckpointError if `out` is taken or holds an unfinished training of another kind, and FloatingPointError if the
     loss is not finite.
     """
-    settings = _checked(model, FineTuning() if settings is None else settings, mesh)
+    settings = FineTuning() if settings is None else settings
+    check_settings(model, settings, mesh)
+    settings = _with_packing(model, settings)
     texts, held_out = _split(texts, eval_texts, settings)
     _check_texts([*texts, *held_out], model)
     target = None if out is None else pathlib.Path(out).expanduser().resolve()
@@ -222,7 +245,7 @@ class _Run:
         self.texts, self.held_out, self.settings, self.fsdp = texts, held_out, settings, fsdp
         self.target, self.devices = target, 1 if fsdp is None else fsdp.devices
         self.optimization = settings.optimization(len(texts))
-        self.forward = _Pass(settings.recompute, fsdp)
+        self.forward = forward_pass(settings, fsdp)
         self.base = None if settings.lora is None else model
         facts = {
             **{name: value for name, value in vars(settings).items() if name != "save_every"},
@@ -233,15 +256,7 @@ class _Run:
             "devices": self.devices,
         }
         self.saved = SavedState(pathlib.Path() if target is None else target / replacing.TRAINING, facts)
-        if settings.lora is not None:
-            key = jax.random.key(settings.seed)
-            how = {"alpha": settings.alpha, "targets": settings.targets}
-            self.trained: Any = new_adapter(model, rank=settings.lora, key=key, **how)
-            self.optimizer = self.optimization.descent()
-        else:
-            copy = jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model)
-            self.trained = balanced(copy)
-            self.optimizer = self.optimization.transformation(self.trained)
+        self.trained, self.optimizer = start(model, settings, len(texts), fsdp)
 
     def train(self) -> tuple[Adapter | CausalLM, list[dict[str, Any]]]:
         """Takes the steps that are left; returns the trained part and the log."""
@@ -304,8 +319,8 @@ def _count(texts: Sequence[TrainingText]) -> int:
     return sum(len(text.ids) for text in texts)
 
 
-def _checked(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> FineTuning:
-    """The settings, with `packing` decided. Raises ValueError for settings that do not suit the model or the mesh."""
+def check_settings(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> None:
+    """Raises ValueError for settings that do not suit the model or the mesh."""
     if settings.lora is not None and mesh is not None:
         raise ValueError("lora: an adapter is trained on one device; leave out mesh, or train all weights (lora=None)")
     if settings.lora is None and (settings.alpha is not None or settings.targets is not None):
@@ -317,6 +332,10 @@ def _checked(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> FineTu
                 "the model is quantized, and its weights cannot be trained; train an adapter (lora=16), or load the "
                 "model with dequantize=True"
             )
+
+
+def _with_packing(model: CausalLM, settings: FineTuning) -> FineTuning:
+    """The settings, with `packing` decided. Raises ValueError if it is wanted, and a layer mixes a row's texts."""
     if settings.packing is False:
         return settings
     why = leak(model)

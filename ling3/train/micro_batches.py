@@ -57,6 +57,12 @@ def width_of(length: int, parts: int = 4) -> int:
     return max(NARROWEST, -(-length // part) * part)
 
 
+def rows_of(width: int, tokens: int, rows: int, devices: int = 1) -> int:
+    """The rows of a micro-batch of this width, for `rows` rows that are left: `devices` times a power of two."""
+    most = min(max(1, tokens // (width * devices)), max(1, rows // devices))
+    return devices * 2 ** (most.bit_length() - 1)
+
+
 def micro_batches(texts: Sequence[TrainingText], tokens: int, devices: int = 1, packing: bool = False) -> list[Batch]:
     """The texts in padded batches of about `tokens` tokens, the longest texts first, so that neighbours are as long.
 
@@ -105,8 +111,7 @@ def _filled(
             room.append(width)
         rows[row].append(text)
         room[row] -= len(text.ids)
-    most = min(max(1, tokens // (width * devices)), max(1, len(rows) // devices))
-    count = devices * 2 ** (most.bit_length() - 1)
+    count = rows_of(width, tokens, len(rows), devices)
     return rows[:count], (count, width), list(itertools.chain(*rows[count:]))
 
 

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapted_engines import (
     ADAPTERS,
     PROMPTS,
+    QUANTIZED,
     SIZES,
     adapters,
     answers,
@@ -24,9 +26,11 @@ from exhaustive_cases import exhaustively
 from native_kernels import installed, needs_compiler
 from promised_requests import answer
 from random_adapters import random_adapter
+from tiny import TINY
 from tiny_transformers import CASES
 
 import ling3
+from ling3.checkpoint.loading import dequantized
 from ling3.engine import sampling
 from ling3.engine.forward import Programs
 from ling3.engine.speculator import Speculator
@@ -35,6 +39,13 @@ from ling3.engine.speculator import Speculator
 @functools.cache
 def shared():
     return engine()
+
+
+def always_guess(monkeypatch):
+    """Guesses as many tokens as fit wherever there are any to guess."""
+    monkeypatch.setattr(Speculator, "depth", lambda own, _, chances: own.sizes.each if chances else 0)
+    monkeypatch.setattr(Speculator, "measured", True)
+    monkeypatch.setattr(sampling, "MANY", 0)
 
 
 def test_an_answer_has_the_bits_of_its_solo_run():
@@ -53,15 +64,26 @@ def test_in_every_family(name):
     are_near(answers(adapted, with_adapter(None, "b", asked)), expected[2::3])
 
 
+@pytest.mark.thorough
+@pytest.mark.optimized
+@pytest.mark.parametrize("to", exhaustively(QUANTIZED, but=["int4"]))
+def test_over_quantized_weights(to):
+    """The bits of solo runs; up to rounding, those of b are those of the dequantized model with b merged into it."""
+    asked, expected = keeps_its_bits(to)
+    merged = ling3.merge_adapter(dequantized(open_model(to), jnp.float32), adapters(to)["b"])
+    found = [each[0][:2] for each in expected[2::3]]
+    scores = ling3.score(merged, [(prompt, own[0]) for (prompt, _), own in zip(asked[2::3], found, strict=True)])
+    # Logits near 1 in float32, by products of another order.
+    np.testing.assert_allclose([[x.logprob for x in own] for _, own in found], scores, atol=1e-4)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", exhaustively(["tiny", "llama", "qwen3-moe"], but=["tiny", "llama"]))
 def test_with_drafts(name, monkeypatch):
     """Guesses that are right, wrong and both, of sequences with different adapters in one pass."""
-    monkeypatch.setattr(Speculator, "depth", lambda own, _, chances: own.sizes.each if chances else 0)
-    monkeypatch.setattr(Speculator, "measured", True)
-    monkeypatch.setattr(sampling, "MANY", 0)
+    always_guess(monkeypatch)
     sizes = {"decode_rows": 8, "num_pages": 24}
     asked = [(prompt, dataclasses.replace(own, n=1)) for prompt, own in requests()]
     with installed():
@@ -75,6 +97,24 @@ def test_with_drafts(name, monkeypatch):
         guessing = engine(name, **sizes, speculation=guess)
         assert answers(guessing, asked) == expected
         assert guessing.stats().accepted_tokens > 0
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_with_guesses_of_the_models_own_layer(monkeypatch):
+    """The layer guesses from hidden states of the adapted model; right or wrong, no guess changes a bit."""
+    always_guess(monkeypatch)
+    model = ling3.init(dataclasses.replace(TINY, num_nextn_predict_layers=1), key=jax.random.key(3), mtp=True)
+    own = {name: random_adapter(model, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 2))}
+    sizes = {**SIZES, "decode_rows": 8, "num_pages": 24, "adapters": own}
+    asked = [(prompt, dataclasses.replace(one, n=1)) for prompt, one in requests()]
+    with installed():
+        expected = answers(ling3.Engine(model, None, **sizes), asked)
+        guessing = ling3.Engine(model, None, **sizes, speculation="mtp")
+        assert answers(guessing, asked) == expected
+        stats = guessing.stats()
+        assert stats.drafted_tokens > 100 and 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
 def test_prefixes_are_not_shared_across_adapters():

@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 
+import jax.numpy as jnp
 import numpy as np
+import quantized_models
 from promised_requests import answer
 from random_adapters import random_adapter
 from small_engine import SETTINGS
@@ -13,14 +17,28 @@ from tiny_transformers import CASES
 from tiny_transformers import open_model as open_transformer
 
 import ling3
+from ling3.checkpoint.quantizing import quantize
 
 SIZES = {**SETTINGS, "max_model_len": 96, "token_paddings": (32,), "num_pages": 12}
 LING3 = {"tiny": TINY, "flash": FLASH}
+QUANTIZED = ("int4", "int8")
 PROMPTS = [[7, 8, 9], list(range(3, 46)), list(range(3, 44)), [11, 12]]
 ADAPTERS = (None, "a", "b")
 
 
+@functools.cache
+def quantized(to):
+    """A small Ling-3 as `ling3 quantize` writes it."""
+    with tempfile.TemporaryDirectory() as directory:
+        dense, few_bits = (pathlib.Path(directory) / name for name in ("dense", "few bits"))
+        ling3.save(open_ling3(quantized_models.SIZES), dense)
+        quantize(dense, few_bits, to)
+        return ling3.load(few_bits, jnp.float32)
+
+
 def open_model(name):
+    if name in QUANTIZED:
+        return quantized(name)
     return open_transformer(name) if name in CASES else open_ling3(LING3[name])
 
 

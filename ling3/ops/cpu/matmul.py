@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Float32
 from ling3.ops import matmul
 from ling3.ops.cpu import products
 from ling3.ops.forms import runs
-from ling3.ops.matmul import decoded_product, dot, in_blocks
-from ling3.ops.precision import Accumulation, Wide, exact
+from ling3.ops.matmul import decoded_product, differential, dot, in_blocks
+from ling3.ops.precision import Accumulation, Wide
 from ling3.ops.quantized import Quantized, constant
 
 FEW_ROWS = 32
@@ -89,14 +89,9 @@ def _dense(x: Float[Array, "rows inner"], weight: Float[Array, "outer inner"]) -
 def _tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     """dx Wᵀ + x dWᵀ, by XLA."""
     (x, weight), (dx, dweight) = primals, tangents
-
-    def times(x: Array, weight: Array) -> Array:
-        dimensions = (((1,), (1,)), ((), ()))
-        return lax.dot_general(x, weight, dimensions, exact(x.dtype), preferred_element_type=jnp.float32)
-
     zero = jax.custom_derivatives.SymbolicZero
-    terms = [] if isinstance(dx, zero) else [times(dx, weight)]
-    terms += [] if isinstance(dweight, zero) else [times(x, dweight)]
+    terms = [] if isinstance(dx, zero) else [differential(dx, weight)]
+    terms += [] if isinstance(dweight, zero) else [dot(x, dweight, x.dtype, "float32")]
     y = _dense(x, weight)
     return y, sum(terms, jnp.zeros_like(y))
 
@@ -110,11 +105,11 @@ def _decoded(x: Float[Array, "*stack rows inner"], matrix: Quantized) -> Float32
 
 
 def _decoded_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """dx Wᵀ in the plain form. The matrix has no tangent: `constant` raises TypeError for one."""
+    """dx Wᵀ by XLA. The matrix has no tangent: `constant` raises TypeError for one."""
     (x, matrix), (dx, _) = primals, tangents
     y = _decoded(x, matrix)
     zero = jax.custom_derivatives.SymbolicZero
-    return y, jnp.zeros_like(y) if isinstance(dx, zero) else matmul.product(dx, matrix)
+    return y, jnp.zeros_like(y) if isinstance(dx, zero) else differential(dx, matrix)
 
 
 _decoded.defjvp(_decoded_tangent, symbolic_zeros=True)
