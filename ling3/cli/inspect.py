@@ -132,7 +132,7 @@ def run(command: Inspect) -> None:
     _print(shown, json=command.json)
 
 
-def _print(shown: "ModelReport | MeshReport | KernelReport | Comparison", *, json: bool) -> None:
+def _print(shown: "ModelReport | MeshReport | KernelReport | TrainingMemory | Comparison", *, json: bool) -> None:
     if json:
         print_json(shown.to_dict())
     else:

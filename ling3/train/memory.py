@@ -93,7 +93,8 @@ def predict(model: CausalLM, settings: FineTuning | None = None, length: int | N
     """Predicts the memory of `finetune(model, …)`; of the model the structure is enough (`jax.ShapeDtypeStruct`).
 
     The passes are of texts that are all as long as the longest, `length` tokens: by default `settings.tokens`, one text
-    a pass, which needs the most; with several texts in a row, a pass has no more tokens. Both programs of a step are compiled, which takes as long as in the first step.
+    a pass, which needs the most; with several texts in a row, a pass has no more tokens. Both programs of a step are
+    compiled, which takes as long as in the first step.
 
     Raises ValueError for settings that do not suit the model, as `finetune` does.
     """
