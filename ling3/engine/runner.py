@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from ling3.cache import CacheSpec, State, pages_of, slots_of
 from ling3.engine.adapters import ServedAdapters
@@ -145,11 +145,11 @@ class Runner:
             sequence.request.origin,
         )
 
-    def read(self, pages: Sequence[int]) -> tuple[Array, ...]:
+    def read(self, pages: Sequence[int]) -> tuple[Shaped[Array, "moved _page ..."], ...]:
         """Copies pages on the device, of each paged array; a program for each number of pages."""
         return read_pages(self._put(np.asarray(pages, np.int32)), self.pool)
 
-    def write(self, pages: Sequence[int], contents: Sequence[np.ndarray]) -> None:
+    def write(self, pages: Sequence[int], contents: Sequence[Shaped[np.ndarray, "moved _page ..."]]) -> None:
         """Fills pages with what `read` returned of as many; out-of-range pages are left out."""
         self.pool = write_pages(self._put(np.asarray(pages, np.int32)), self._restore(tuple(contents)), self.pool)
 
