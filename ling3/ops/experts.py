@@ -101,7 +101,7 @@ def differentiated_as_dense(form: Callable[..., jax.Array], **settings: Any) -> 
 
     def backward(swiglu, times, spread, inputs, dy):
         frozen, x, chosen, weights, *stacks = inputs
-        dy = jnp.zeros(dy.shape, dy.dtype) if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy
+        dy = jnp.zeros(x.shape, wide(x.dtype)) if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy
         floats = {i: stack for i, stack in enumerate(stacks) if not isinstance(stack, Quantized)}
         rounds = any(stack.rounds for stack in stacks if isinstance(stack, Quantized))
         if spread is None and frozen is not None and not rounds:

@@ -137,7 +137,7 @@ def predict(model: CausalLM, settings: FineTuning | None = None, length: int | N
 
 def _own_bytes(function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> int:
     """Bytes of a program's temporaries, and of its results that do not take the place of arguments."""
-    found = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
+    found: Any = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
