@@ -231,6 +231,7 @@ def moe(module):
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
     layer(X, dataclasses.replace(WHOLE, tokens=tokens))
     module.Router.init(dataclasses.replace(config, hashed=9), key=KEY)(X[0], tokens[0])
+    module.MoE.init(dataclasses.replace(config, shared_gate=True), **OPTIONS)(X, WHOLE)
 
 
 def attention(module):

@@ -47,6 +47,7 @@ def stacked(tensors):
     return kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3.5-moe", *exhaustively(["qwen3.5"])])
 def test_the_text_model_of_a_nested_file_is_read(name, tmp_path):
     """Vision and multi-token prediction are skipped; `save` writes the layout of transformers' text class."""

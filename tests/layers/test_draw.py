@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 from exhaustive_cases import thoroughly
 from published_configs import DEEPSEEK_V4_FLASH
-from published_transformers import QWEN3_30B_A3B
+from published_transformers import QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 from tiny import FLASH, TINY
 
 from ling3.checkpoint.names import structure
 from ling3.families.deepseek_v4_config import DeepseekV4Config
 from ling3.families.qwen3_moe import Qwen3MoeConfig
+from ling3.families.qwen3_next import Qwen3NextConfig
 from ling3.layers.draw import Draw, axes
 from ling3.layers.linear import Linear, LowRank, Matrix
 from ling3.leaves import array_leaves
@@ -56,10 +57,16 @@ def test_a_matrix_is_the_one_of_the_next_key():
 @pytest.mark.parametrize(
     "config",
     thoroughly(
-        [TINY, FLASH, Qwen3MoeConfig.from_dict(QWEN3_30B_A3B), DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH)],
+        [
+            TINY,
+            FLASH,
+            Qwen3MoeConfig.from_dict(QWEN3_30B_A3B),
+            DeepseekV4Config.from_dict(DEEPSEEK_V4_FLASH),
+            Qwen3NextConfig.from_dict(QWEN3_NEXT_80B_A3B),
+        ],
         but=[TINY, FLASH],
     ),
-    ids=["tiny", "flash", "qwen3-moe", "v4"],
+    ids=["tiny", "flash", "qwen3-moe", "v4", "qwen3-next"],
 )
 def test_every_matrix_of_a_layer_is_stated(config):
     """But for those of a low rank, and those of the model's own fields, which no layer has."""

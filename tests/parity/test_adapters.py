@@ -59,10 +59,18 @@ SETTINGS = {
         "rank_pattern": {r"mlp\.gate_proj": 3},
     },
     "qwen3": {"target_modules": NAMES, "use_rslora": True, "alpha_pattern": {"o_proj": 3}},
+    "deepseek-v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "qwen3-next": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"]},
+    "qwen3.5": {
+        "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"],
+        "alpha_pattern": {"in_proj_z": 3},
+    },
 }
+"""By family; those of the hybrids leave out `gate_proj` and the like, which PEFT takes for experts of all layers."""
+HYBRIDS = {"deepseek-v3", "deepseek-v4", "qwen3-next", "qwen3.5"}
 
 
-@pytest.fixture(scope="module", params=exhaustively(SETTINGS, but=SETTINGS.keys() - {"deepseek-v4"}))
+@pytest.fixture(scope="module", params=exhaustively(SETTINGS, but=SETTINGS.keys() - HYBRIDS))
 def case(request, tmp_path_factory):
     """Both models of one checkpoint, PEFT's model with a random adapter, and the directory in which PEFT saved that."""
     name, directory = request.param, tmp_path_factory.mktemp("adapter")
