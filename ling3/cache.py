@@ -61,22 +61,23 @@ class Span(eqx.Module):
         positions = self.start[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
         return positions if self.text_starts is None else positions - self.text_starts
 
-    def columns(self, seq: int) -> Int32[Array, "batch seq"]:
-        """The index of each column, for every row."""
-        return jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (self.start.shape[0], seq))
+    def columns(self, positions: Int32[Array, "batch seq"]) -> Int32[Array, "batch seq"]:
+        """The index of each column, given its position."""
+        columns = positions - self.start[:, None]
+        return columns if self.text_starts is None else columns + self.text_starts
 
     def oldest(self, seq: int, window: int | None = None) -> Int32[Array, "batch seq"] | None:
         """The first column that each column attends to, by its text and a `window`; None without both: the first."""
         if window is None:
             return self.text_starts
-        oldest = self.columns(seq) - (window - 1)
+        oldest = self.columns(self.positions(seq)) - (window - 1)
         return oldest if self.text_starts is None else jnp.maximum(oldest, self.text_starts)
 
     def forgotten(self, g: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq *rest"]:
         """Log decays `g` with -inf where a text begins: a factor e^g of 0, which resets a recurrent state."""
         if self.text_starts is None:
             return g
-        begins = self.text_starts == self.columns(g.shape[1])
+        begins = self.text_starts == self.columns(self.positions(g.shape[1]))
         return jnp.where(begins.reshape(*g.shape[:2], *[1] * (g.ndim - 2)), -jnp.inf, g)
 
     @property

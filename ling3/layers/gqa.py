@@ -191,7 +191,7 @@ class GQA(eqx.Module):
             o = span.execution.paged_attention(rows, at, *where, per_head, self.window)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
-            at, oldest = jnp.repeat(span.columns(seq), groups, axis=1), span.oldest(seq, self.window)
+            at, oldest = jnp.repeat(span.columns(positions), groups, axis=1), span.oldest(seq, self.window)
             oldest = None if oldest is None else jnp.repeat(oldest, groups, axis=1)
             o = span.execution.block_attention(rows, at, blocks, span.length, per_head, oldest)
         return rearrange(o, "b h (s g) v -> b s (h g) v", g=groups)

@@ -225,7 +225,7 @@ class MLA(eqx.Module):
             o = execution.paged_attention(q, positions, held.entries, span.table, span.seen, expansion)
         else:
             blocks = jnp.pad(held, ((0, 0), (0, -seq % BLOCK), (0, 0)))
-            o = execution.block_attention(q, span.columns(seq), blocks, span.length, expansion, span.oldest(seq))
+            o = execution.block_attention(q, span.columns(positions), blocks, span.length, expansion, span.oldest(seq))
         return rearrange(o, "b h s v -> b s h v")
 
     def _absorbed(

@@ -105,7 +105,8 @@ def _decayed_products(
     for i in range(chunk // sub):
         seen = (i + 1) * sub
         within = None if same is None else same[..., i * sub : seen, i * sub : seen]
-        inside, since, until = _sums(g[..., i * sub : seen, :], within)
+        inside, since = _sums(g[..., i * sub : seen, :], within)
+        total = since[..., -1:, :]
         reference = inside[..., sub // 2 : sub // 2 + 1, :] if lower_bound is not None else inside[..., :1, :]
         if same is not None:  # it cancels, but for its rounding in a gradient, which would reach another text
             reference = lax.stop_gradient(reference)
@@ -120,8 +121,13 @@ def _decayed_products(
             block = jnp.concatenate([_matmul(left, jnp.swapaxes(earlier, -1, -2)), own], axis=-1)
         products.append(jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(0, chunk - seen)]))
         since_start.append(from_start + since)
-        from_start = from_start + since[..., -1:, :]
-        to_end = jnp.concatenate([to_end + since[..., -1:, :], until], axis=-2)
+        from_start = from_start + total
+        before = to_end + total
+        if within is None:
+            until = total - inside
+        else:
+            until = jnp.where(within[..., -1, :, None], inside[..., -1:, :] - inside, -jnp.inf)
+        to_end = jnp.concatenate([before, until], axis=-2)
     stacked = rearrange(jnp.stack(products, axis=-3), "... i (r s) j -> ... (r i s) j", r=blocks)
     if same is not None:
         stacked = jnp.where(jnp.concatenate([same] * blocks, axis=-2), stacked, 0.0)
@@ -131,16 +137,12 @@ def _decayed_products(
 def _sums(
     g: Float[Array, "*chunks tokens key"],
     same: Bool[Array, "*chunks tokens tokens"] | None,
-) -> tuple[Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]]:
-    """Sums of g in a sub-chunk for each token: of its text up to it, of all tokens up to it, and of all behind it.
-
-    The latter two are -inf if there is a reset among these tokens.
-    """
+) -> tuple[Float[Array, "*chunks tokens key"], Float[Array, "*chunks tokens key"]]:
+    """Sums of g in a sub-chunk up to each token: of its text, and of all tokens, -inf behind a reset."""
     since = jnp.cumsum(g, axis=-2)
     if same is None:
-        return since, since, since[..., -1:, :] - since
-    inside = _matmul(jnp.tril(same).astype(g.dtype), jnp.where(jnp.isneginf(g), 0.0, g))
-    return inside, since, jnp.where(same[..., -1, :, None], inside[..., -1:, :] - inside, -jnp.inf)
+        return since, since
+    return _matmul(jnp.tril(same).astype(g.dtype), jnp.where(jnp.isneginf(g), 0.0, g)), since
 
 
 def _evenly_decayed_products(
