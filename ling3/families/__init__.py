@@ -193,7 +193,7 @@ def _named(raw: dict[str, Any], source: str) -> Family:
     if model_type in ling3.FAMILY.model_types or any(name.startswith("kda_") for name in raw):
         return ling3.FAMILY  # its reader takes files without architectures, and refuses Ling 2.6 (same model_type)
     name = "model_type" if model_type and not architectures else "architectures"
-    known = ", ".join(f"{family.name} ({', '.join(family.architectures)})" for family in _FAMILIES)
+    known = ", ".join(family.architectures[0] for family in _FAMILIES)
     problem = f"{name}: {found(raw.get(name))}; ling3 reads {known}; register others with ling3.register_family"
     raise ConfigError(source, [problem])
 
