@@ -181,5 +181,7 @@ def test_names_that_are_another_familys_are_refused():
 @pytest.mark.parametrize("named", [{"architectures": ["Nobodys"]}, {"model_type": "nobodys"}])
 def test_a_checkpoint_of_no_family_says_how_to_register_one(tmp_path, named):
     (tmp_path / "config.json").write_text(json.dumps(named))
-    with pytest.raises(ling3.ConfigError, match=r"obodys.*Qwen3ForCausalLM.*register others with ling3\.register_family"):
+    with pytest.raises(
+        ling3.ConfigError, match=r"obodys.*Qwen3ForCausalLM.*register others with ling3\.register_family"
+    ):
         ling3.load(tmp_path)
