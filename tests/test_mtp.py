@@ -288,7 +288,9 @@ class TestRefused:
 
     def test_another_family(self, tmp_path):
         config = tiny_transformers.open_model("qwen3").config
-        message = "mtp: ling3 computes no multi-token-prediction layers of Qwen3, only of Ling-3; leave mtp out"
+        message = (
+            "mtp: ling3 computes no multi-token-prediction layers of Qwen3, only of Ling-3, DeepSeek-V3; leave mtp out"
+        )
         assert without_mtp(config) == message
         with pytest.raises(ValueError, match=message):
             ling3.init(config, key=jax.random.key(0), mtp=True)
