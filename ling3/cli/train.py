@@ -142,7 +142,9 @@ def run(command: Train) -> None:
     dtype = "float32" if command.full and command.dtype == "auto" else command.dtype
     model = load(command.model, None if dtype == "auto" else dtype, revision=revision, mtp=command.mtp)
     tokenizer.check_fits(model.config.vocab_size)
-    console.print(Text(f"{command.model}: {count(model.parameters)} parameters, {_data(texts)}", "bold"))
+    console.print(
+        Text(f"{command.model}: {count(model.parameters)} parameters, {_data(texts)}", "bold"), soft_wrap=True
+    )
     tuned = finetune(model, texts, command.out, settings, eval_texts=held_out)
     last = tuned.log[-1]
     measured = f", on held-out texts {last['eval_loss']:.4f}" if "eval_loss" in last else ""
