@@ -29,8 +29,8 @@ class Span(eqx.Module):
 
     Without a cache a row may hold several texts, as packed training batches do. `text_starts[b, t]` is then the column
     where the text of column t begins: its segment id. Positions count from there, and a mixer keeps texts apart: no
-    token depends on another text, and recurrent states are zero at its start. A column before its text's start sees no
-    other. Raises ValueError for `text_starts` with a `table`.
+    token depends on another text, and recurrent states are zero at its start. A column in front of its text's start, as
+    multi-token prediction has them, attends to nothing. Raises ValueError for `text_starts` with a `table`.
 
     With `rows_each` above 1 that many neighbouring rows, of one column, are one sequence: its newest token and drafts
     of those after it. They share pages, so that paged attention needs nothing else; other arrays have a row for each

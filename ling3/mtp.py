@@ -94,9 +94,10 @@ def hidden_ahead(
 ) -> list[Float[Array, "batch _ hidden"]]:
     """The normed hidden states of multi-token-prediction layers, each of which takes those of the one before it.
 
-    Those of layer i at index t are behind token t + 1 + i, and predict the next. One layer may stand there several
-    times, as in the engine, where it takes its own. `span` is that of the tokens, without a cache. Of a row's further
-    texts, as of the row, layer i has no states behind the first 1 + i tokens: what stands there means nothing.
+    The states of layer i at index t are behind token t + 1 + i, and predict the next token. One layer may stand there
+    several times, as in the engine, where it takes its own states. `span` is the span of the tokens, without a cache.
+    If a row holds several texts, the columns of layer i that would be behind a text's first 1 + i tokens have no
+    meaning, and no target should be predicted from them.
     """
     hidden, _ = model.model(tokens, (None,) * len(model.model.attentions), span)
     found = []

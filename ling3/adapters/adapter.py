@@ -80,7 +80,8 @@ def adaptable(model: CausalLM) -> list[Adaptable]:
     """The matrices that an adapter can change, in the model's order.
 
     These are all except the embedding, stacks (such as routed experts) and multi-token-prediction layers. Routers,
-    convolutions and norms are no matrices. Those of a model on a mesh are structures of the unsharded ones.
+    convolutions and norms are no matrices. For a model on a mesh the result has the structures of the unsharded
+    matrices, with a `jax.ShapeDtypeStruct` for each array.
     """
     config, family, found = model.config, family_of(model.config), []
     for path, node in jax.tree_util.tree_flatten_with_path(_whole(model), is_leaf=_is_matrix)[0]:
