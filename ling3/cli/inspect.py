@@ -168,7 +168,8 @@ def _plan(command: Inspect, report: "ModelReport") -> "MeshReport":
 
 def _given(training: TrainingPlan) -> str:
     """The options that are not the defaults, as they are typed."""
-    given = [name for name, value in vars(training).items() if value != getattr(TrainingPlan(), name)]
+    default = vars(TrainingPlan())
+    given = [name for name, value in vars(training).items() if value != default[name]]
     return ", ".join(f"--{name.replace('_', '-')}" for name in given)
 
 

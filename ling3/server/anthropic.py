@@ -186,7 +186,7 @@ class CountTokens(Known):
             # The model decides, so that one whose template has no switch does so anyway.
             effort = effort if await asyncio.to_thread(lambda: service.tokenizer.thinking_switch) else None
         schema = None if output.format is None else {"schema": output.format.schema_}
-        given = {name: x for name in SAME if (x := getattr(self, name, None)) is not None}
+        given = {name: value for name, value in self if name in SAME and value is not None}
         given |= {
             "model": self.model,
             "messages": messages,

@@ -145,9 +145,8 @@ class Blocks:
         self.content: list[dict[str, Any]] = []
         self.thinking = ""
         """All thinking so far, also if blocks omit it."""
-        self._omit, self._kind, self._said = omit_thinking, None, ""
-
-    _kind: BlockKind | None
+        self._kind: BlockKind | None = None
+        self._omit, self._said = omit_thinking, ""
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Adds a new piece of the reply and yields its events."""
