@@ -43,7 +43,7 @@ PROGRAMS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "j
 class PrefixDisk:
     """Saves the prefixes that an engine computes, and restores those that its prompts begin with."""
 
-    def __init__(self, runner: "Runner", settings: EngineSettings, files: PrefixFiles):
+    def __init__(self, runner: Runner, settings: EngineSettings, files: PrefixFiles):
         self._runner, self._settings, self._files = runner, settings, files
         self._writer = ThreadPoolExecutor(1, "ling3-prefixes")  # which the interpreter's exit waits for
         self._pending, self._lock = 0, threading.Lock()
@@ -53,7 +53,7 @@ class PrefixDisk:
         runner.write(nowhere, jax.device_get(runner.read(nowhere)))  # compiles both
 
     @staticmethod
-    def of(runner: "Runner", settings: EngineSettings) -> "PrefixDisk | None":
+    def of(runner: Runner, settings: EngineSettings) -> "PrefixDisk | None":
         """The prefixes on disk for the engine that uses `runner`; None if its settings name no directory.
 
         Raises ValueError for an engine that keeps no prefixes, or not in a form for files, and OSError for a directory
@@ -76,7 +76,7 @@ class PrefixDisk:
         files.prepare()
         return PrefixDisk(runner, settings, files)
 
-    def restore(self, prefixes: "Prefixes", sequence: TokenSequence) -> None:
+    def restore(self, prefixes: Prefixes, sequence: TokenSequence) -> None:
         """Puts the longest prefix of a prompt on disk into the tree, if it is longer than the one in the tree."""
         steps = prefixes.steps_of(sequence, len(sequence.prompt) - 1)
         match = prefixes.tree.match(steps)
@@ -99,7 +99,7 @@ class PrefixDisk:
         prefixes.add(steps[: begin + len(names)], [*match.slots, *prefixes.units(pages)], states)
         self._touch(every[: begin + len(names)])
 
-    def save(self, prefixes: "Prefixes", sequence: TokenSequence, end: int, states: Sequence[Any]) -> None:
+    def save(self, prefixes: Prefixes, sequence: TokenSequence, end: int, states: Sequence[Any]) -> None:
         """Writes the new ones of the first `end` steps of a prompt, and `states`, the snapshot after them, if any.
 
         The device copies what is written at once, and another thread waits for it.

@@ -16,11 +16,23 @@ prompts that continue a request's snapshot (`snapshots.py`): it may hold decoded
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ling3.engine.radix import Match, PrefixStep, RadixTree
 from ling3.engine.request import TokenSequence
 from ling3.engine.shapes import Shapes
+
+
+class PrefixStore(Protocol):
+    """Known prefixes elsewhere than in memory, as on disk (`prefix_disk.py`)."""
+
+    def restore(self, prefixes: "Prefixes", sequence: TokenSequence) -> None:
+        """Puts the longest stored prefix of a prompt into the tree, if it is longer than the one in the tree."""
+        ...
+
+    def save(self, prefixes: "Prefixes", sequence: TokenSequence, end: int, states: Sequence[Any]) -> None:
+        """Stores the first `end` steps of a prompt, and `states`, the snapshot after them, if any."""
+        ...
 
 
 class Prefixes:
@@ -31,8 +43,8 @@ class Prefixes:
     are empty.
     """
 
-    disk: Any = None
-    """Prefixes on disk (`prefix_disk.py`), from which prompts continue too; None for none."""
+    store: PrefixStore | None = None
+    """Prefixes that outlive the engine, from which prompts continue too."""
 
     def __init__(self, shapes: Shapes, free: Callable[[list[int]], object], take: Callable[[int], list[int]]):
         self.grid, self.page_size, self.window = shapes.grid, shapes.page_size, shapes.window
@@ -85,8 +97,8 @@ class Prefixes:
         reads = self.grid is not None and sequence.reads_prefixes and not sequence.begun
         if not reads or memory.looked_up == self._kept:
             return False
-        if self.disk is not None:
-            self.disk.restore(self, sequence)
+        if self.store is not None:
+            self.store.restore(self, sequence)
         memory.looked_up = self._kept
         match = self._match(sequence)
         length = match.node.end * self.step
@@ -140,8 +152,8 @@ class Prefixes:
         pages, snapshots = sequence.memory.pages[: sequence.prefilled // self.page_size], []
         if self._states:
             snapshots.append(states(sequence))
-        if self.disk is not None:
-            self.disk.save(self, sequence, len(steps), snapshots)
+        if self.store is not None:
+            self.store.save(self, sequence, len(steps), snapshots)
         tree.insert(steps, self.units(pages), snapshots)
         self._kept += 1
         # If another sequence has inserted the same prefix, these are that one's pages, with the same bits.

@@ -44,7 +44,7 @@ class Requests:
         """A scheduler of free slots and pages, which knows the prefixes on disk."""
         scheduler = Scheduler(self.runner.shapes)
         for prefixes in scheduler.prefixes:
-            prefixes.disk = self.disk
+            prefixes.store = self.disk
         return scheduler
 
     def settle(self, sequence: TokenSequence, delta: Delta | None) -> None:
