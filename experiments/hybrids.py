@@ -98,7 +98,7 @@ def main(task: Literal["recall", "copying", "tracking", "resets", "text", "all"]
     """Make the runs that are not stored yet.
 
     Args:
-        task: which task; all of them take about three hours of one core.
+        task: which task; all of them take some hours of one core.
         out: directory of the results.
     """
     for name in HYBRIDS if task == "all" else (task,):
