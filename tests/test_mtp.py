@@ -289,7 +289,8 @@ class TestRefused:
     def test_another_family(self, tmp_path):
         config = tiny_transformers.open_model("qwen3").config
         message = (
-            "mtp: ling3 computes no multi-token-prediction layers of Qwen3, only of Ling-3, DeepSeek-V3; leave mtp out"
+            "mtp: ling3 computes no multi-token-prediction layers of Qwen3, only of Ling-3, DeepSeek-V3, Qwen3-Next, "
+            "Qwen3.5, Qwen3.5-MoE; leave mtp out"
         )
         assert without_mtp(config) == message
         with pytest.raises(ValueError, match=message):

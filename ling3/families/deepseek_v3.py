@@ -5,17 +5,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import transformer
 from ling3.families.config_fields import Only, field, found, too_large
 from ling3.families.family import Family
 from ling3.families.transformer import count, size
-from ling3.layers.draw import Draw
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.moe import MoE, MoEConfig
-from ling3.layers.norm import RMSNorm
 from ling3.model import CausalLM, FeedForward
 from ling3.mtp import MTP
 
@@ -125,11 +122,13 @@ def init(config: DeepseekV3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
 
 def mtp_layer(config: DeepseekV3Config, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
     """Multi-token-prediction layer `number`, of MLA and experts (DeepSeek-V3, §2.2)."""
-    attention, mlp, projection = jax.random.split(key, 3)
-    enorm, hnorm, before, between, last = (RMSNorm.init(config.hidden_size, config.rms_norm_eps) for _ in range(5))
-    draw = Draw(MTP, {"hidden": config.hidden_size}, iter([projection]), dtype, config.initializer_range)
-    mixer, experts = config.mixer(key=attention, dtype=dtype), config.experts(key=mlp, dtype=dtype)
-    return MTP(enorm, hnorm, draw("eh_proj"), before, mixer, between, experts, last)
+    return transformer.mtp_layer(
+        config,
+        lambda own: config.mixer(key=own, dtype=dtype),
+        lambda own: config.experts(key=own, dtype=dtype),
+        key=key,
+        dtype=dtype,
+    )
 
 
 _NAMES = (

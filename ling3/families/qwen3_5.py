@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import qwen3_next, transformer
-from ling3.families.config_fields import ConfigError, Only, as_object, rules
+from ling3.families.config_fields import ConfigError, Only, as_object, field, rules
 from ling3.families.family import Family, Place
-from ling3.families.qwen3_next import HybridFields
+from ling3.families.qwen3_next import HybridFields, predictor
 from ling3.model import CausalLM, FeedForward
+from ling3.mtp import MTP
 from ling3.runtime.quoting import shown
 
 NESTED = "model.language_model."
@@ -52,7 +53,10 @@ class TextFields(HybridFields):
         "mlp_only_layers": Only(([], None), "all layers have the same kind of feed-forward"),
         "output_gate_type": Only(("swish", None), "Gated DeltaNet's output gate is a SiLU"),
     }
-    harmless = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    harmless = ("mtp_use_dedicated_embeddings",)
+
+    mtp_num_hidden_layers: int = field(ge=0, le=1, absent=0)
+    """The number of multi-token-prediction layers, which `load` skips by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,7 @@ def family(
     config: type[TextFields],
     whole: str,
     init: Callable[..., CausalLM],
+    mtp: Callable[..., MTP],
     *layouts: Callable[[str, tuple[int, ...], Any], Place],
 ) -> Family:
     """The record of a family of Qwen3.5; `whole` is the architecture of the model that sees images too."""
@@ -119,7 +124,15 @@ def family(
             f"{NESTED}embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
         ),
         layouts=(plainly, *layouts),
+        mtp=mtp,
+        mtp_layers=lambda config: config.mtp_num_hidden_layers,
+        with_mtp_layers=lambda config, count: dataclasses.replace(config, mtp_num_hidden_layers=count),
     )
 
 
-FAMILY = family("Qwen3.5", Qwen35Config, "Qwen3_5ForConditionalGeneration", init)
+def mtp_layer(config: Qwen35Config, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
+    """The multi-token-prediction layer: a decoder layer of gated attention and a dense MLP."""
+    return predictor(config, lambda own: transformer.dense_mlp(config, own, dtype), key=key, dtype=dtype)
+
+
+FAMILY = family("Qwen3.5", Qwen35Config, "Qwen3_5ForConditionalGeneration", init, mtp_layer)

@@ -12,9 +12,11 @@ from ling3.families.config_fields import Only
 from ling3.families.family import Place
 from ling3.families.qwen3_5 import TextFields
 from ling3.families.qwen3_moe import ExpertFields
-from ling3.families.qwen3_next import HybridFields
+from ling3.families.qwen3_next import HybridFields, predictor
 from ling3.families.transformer import size
+from ling3.layers.moe import MoE
 from ling3.model import CausalLM
+from ling3.mtp import MTP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Qwen35MoeConfig(TextFields, ExpertFields):
         """The feed-forward of any layer: `moe`."""
         return "moe"
 
+    def experts(self, *, key: PRNGKeyArray, dtype: DTypeLike) -> MoE:
+        """The mixture of any layer, with random weights."""
+        return self.moe(key=key, dtype=dtype, normalize=True, shared=self.shared_expert_intermediate_size)
+
     def misfits(self) -> Iterable[str]:
         """Problems between fields that are valid by themselves."""
         return [*ExpertFields.misfits(self), *HybridFields.misfits(self)]
@@ -43,16 +49,23 @@ class Qwen35MoeConfig(TextFields, ExpertFields):
 
 def init(config: Qwen35MoeConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights, as of a Qwen3-Next; the weights of a token's experts always sum to 1."""
-    options = {"dtype": dtype, "normalize": True, "shared": config.shared_expert_intermediate_size}
-    return qwen3_5.build(config, lambda _, own: config.moe(key=own, **options), key=key, dtype=dtype)
+    return qwen3_5.build(config, lambda _, own: config.experts(key=own, dtype=dtype), key=key, dtype=dtype)
+
+
+def mtp_layer(config: Qwen35MoeConfig, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
+    """The multi-token-prediction layer: a decoder layer of gated attention and experts."""
+    return predictor(config, lambda own: config.experts(key=own, dtype=dtype), key=key, dtype=dtype)
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def stacked(name: str, shape: tuple[int, ...], config: Qwen35MoeConfig) -> Place:
-    """Where the published files in floats have a tensor: all experts of a layer are in one, with gates above ups."""
-    if (found := _EXPERT.fullmatch(name)) is None:
+    """Where the published files in floats have a tensor: all experts of a layer are in one, with gates above ups.
+
+    Experts of the multi-token-prediction layer are stored one by one.
+    """
+    if (found := _EXPERT.fullmatch(name)) is None or name.startswith("mtp."):
         return Place(name)
     (experts, number, part), (rows, columns) = found.groups(), shape
     if part == "down":
@@ -61,4 +74,4 @@ def stacked(name: str, shape: tuple[int, ...], config: Qwen35MoeConfig) -> Place
     return Place(f"{experts}.gate_up_proj", (config.num_experts, 2 * rows, columns), start)
 
 
-FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, stacked)
+FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, mtp_layer, stacked)

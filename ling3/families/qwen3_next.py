@@ -1,8 +1,9 @@
 """Qwen3-Next (`Qwen3NextForCausalLM`): three Gated DeltaNet layers to one of gated attention, over sparse experts."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, no_type_check
 
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -14,7 +15,8 @@ from ling3.families.rope_scaling import RopeScaling, read_partial_scaling
 from ling3.families.transformer import build, count, size
 from ling3.layers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from ling3.layers.gqa import GQA
-from ling3.model import CausalLM, Mixer
+from ling3.model import CausalLM, FeedForward, Mixer
+from ling3.mtp import MTP
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -76,9 +78,7 @@ class HybridFields(transformer.TransformerConfig):
     def mixer(self, layer: int, *, key: PRNGKeyArray, dtype: DTypeLike, grouped: bool) -> Mixer:
         """The attention of 0-based `layer`, with random weights; `grouped` as in `GatedDeltaNetConfig`."""
         if self.layer_types[layer] == FULL:
-            options = {"norm_eps": self.rms_norm_eps, "zero_centered": True, "gated": True}
-            biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
-            return GQA.init(transformer.gqa_config(self, **options, **biases), key=key, dtype=dtype)
+            return self.full_attention(key=key, dtype=dtype)
         config = GatedDeltaNetConfig(
             hidden=self.hidden_size,
             heads=self.linear_num_value_heads,
@@ -92,6 +92,12 @@ class HybridFields(transformer.TransformerConfig):
         )
         return GatedDeltaNet.init(config, key=key, dtype=dtype)
 
+    def full_attention(self, *, key: PRNGKeyArray, dtype: DTypeLike) -> GQA:
+        """The gated attention of a layer, with random weights."""
+        options = {"norm_eps": self.rms_norm_eps, "zero_centered": True, "gated": True}
+        biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
+        return GQA.init(transformer.gqa_config(self, **options, **biases), key=key, dtype=dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig(HybridFields, SparseFields):
@@ -102,6 +108,8 @@ class Qwen3NextConfig(HybridFields, SparseFields):
 
     shared_expert_intermediate_size: int = size()
     norm_topk_prob: bool = field(absent=True)
+    num_nextn_predict_layers: int = field(ge=0, le=1, absent=1)
+    """The number of multi-token-prediction layers, which `load` skips by default; published configs do not say."""
 
     def misfits(self) -> Iterable[str]:
         """Problems between fields that are valid by themselves."""
@@ -124,7 +132,37 @@ def init(config: Qwen3NextConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Cau
     )
 
 
+def mtp_layer(config: Qwen3NextConfig, number: int, *, key: PRNGKeyArray, dtype: DTypeLike) -> MTP:
+    """The multi-token-prediction layer: a decoder layer of gated attention and experts, as vLLM loads it."""
+    shared = config.shared_expert_intermediate_size
+    return predictor(
+        config,
+        lambda own: config.moe(key=own, dtype=dtype, normalize=config.norm_topk_prob, shared=shared),
+        key=key,
+        dtype=dtype,
+    )
+
+
+def predictor(
+    config: HybridFields, feed_forward: Callable[[PRNGKeyArray], FeedForward], *, key: PRNGKeyArray, dtype: DTypeLike
+) -> MTP:
+    """A multi-token-prediction layer of gated attention and `feed_forward(key)`."""
+    mixer = functools.partial(config.full_attention, dtype=dtype)
+    return transformer.mtp_layer(
+        config, lambda own: mixer(key=own), feed_forward, key=key, dtype=dtype, zero_centered=True
+    )
+
+
 _LAYER = re.compile(r"(model\.layers\.(\d+)\.)attention\.")
+
+
+_AROUND = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "final_layernorm": "norm",
+}
+"""The checkpoint's names of what stands around the decoder layer of multi-token prediction."""
 
 
 @no_type_check  # called for every tensor
@@ -132,6 +170,9 @@ def published_name(name: str, config: HybridFields) -> str:
     """The checkpoint's name of the tensor at the path `name` of the module tree."""
     if (layer := _LAYER.match(name)) is not None and config.layer_types[int(layer[2])] == LINEAR:
         name = f"{layer[1]}linear_attn.{name[layer.end() :]}"
+    match name.split(".", 3):
+        case ["mtp", number, part, within]:
+            name = f"mtp.{_AROUND.get(part, f'layers.{number}.{part}')}.{within}"
     return transformer.published_name(name.replace(".shared_experts.", ".shared_expert."), config)
 
 
@@ -139,4 +180,7 @@ FAMILY = dataclasses.replace(
     transformer.family("Qwen3-Next", Qwen3NextConfig, init),
     published=published_name,
     skips=lambda name, config: name.startswith("mtp."),
+    mtp=mtp_layer,
+    mtp_layers=lambda config: config.num_nextn_predict_layers,
+    with_mtp_layers=lambda config, count: dataclasses.replace(config, num_nextn_predict_layers=count),
 )

@@ -13,12 +13,14 @@ from ling3.families.family import Family
 from ling3.families.gguf import GgufArchitecture
 from ling3.families.quantization import Quantization
 from ling3.families.rope_scaling import RopeScaling, read_scaling
+from ling3.layers.draw import Draw
 from ling3.layers.gqa import GQAConfig
 from ling3.layers.linear import Linear
 from ling3.layers.mlp import MLP
 from ling3.layers.norm import RMSNorm
 from ling3.layers.rope import Rope
 from ling3.model import CausalLM, Decoder, DecoderLayer, FeedForward, Mixer
+from ling3.mtp import MTP
 
 _Config = TypeVar("_Config", bound="TransformerConfig")
 
@@ -190,6 +192,24 @@ def build(
     model = Decoder(Linear.init(*sizes, key=embedding, **options), layers, norm())
     tied = config.tie_word_embeddings
     return CausalLM(model, None if tied else Linear.init(*sizes, key=head, **options), config)
+
+
+def mtp_layer(
+    config: Any,
+    mixer: Callable[[PRNGKeyArray], Mixer],
+    feed_forward: Callable[[PRNGKeyArray], FeedForward],
+    *,
+    key: PRNGKeyArray,
+    dtype: DTypeLike,
+    zero_centered: bool = False,
+) -> MTP:
+    """A multi-token-prediction layer around `mixer(key)` and `feed_forward(key)`; `zero_centered` is its norms'."""
+    attention, mlp, projection = jax.random.split(key, 3)
+    enorm, hnorm, before, between, last = (
+        RMSNorm.init(config.hidden_size, config.rms_norm_eps, zero_centered) for _ in range(5)
+    )
+    draw = Draw(MTP, {"hidden": config.hidden_size}, iter([projection]), dtype, config.initializer_range)
+    return MTP(enorm, hnorm, draw("eh_proj"), before, mixer(attention), between, feed_forward(mlp), last)
 
 
 def dense_mlp(config: Any, key: PRNGKeyArray, dtype: DTypeLike, bias: bool = False) -> MLP:

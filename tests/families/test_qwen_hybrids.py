@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5: the layouts of their files, what their configs refuse, and what looks into them."""
 
+import dataclasses
 import json
 
 import jax
@@ -67,6 +68,35 @@ def test_the_text_model_of_a_nested_file_is_read(name, tmp_path):
     safetensors.numpy.save_file({"model.other.weight": np.ones(4, np.float32), **others}, file)
     with pytest.raises(ling3.CheckpointError, match=r"no place for:\n    model\.other\.weight, in [^\n]*$"):
         ling3.load(tmp_path)
+
+
+AROUND = {f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen3.5-moe", *exhaustively(["qwen3-next", "qwen3.5"])])
+def test_the_layer_that_predicts_further_is_skipped_or_kept(name, tmp_path):
+    """Under the names by which vLLM loads it; the files that stack a layer's experts have this layer's one by one."""
+    write(name, tmp_path / "given")
+    raw = json.loads((tmp_path / "given" / "config.json").read_text())
+    field = "num_nextn_predict_layers" if name == "qwen3-next" else "mtp_num_hidden_layers"
+    (tmp_path / "given" / "config.json").write_text(json.dumps(raw | {field: 1}))
+    model = ling3.init(read_config(tmp_path / "given"), key=jax.random.key(0), mtp=True)
+    ling3.save(model, tmp_path / "own")
+    file = tmp_path / "own" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    further = {own for own in tensors if own.startswith("mtp.")}
+    assert further >= AROUND | {f"mtp.layers.0.self_attn.{own}.weight" for own in ("q_proj", "q_norm", "o_proj")}
+    assert ("mtp.layers.0.mlp.experts.3.down_proj.weight" in further) == (name != "qwen3.5")
+    if name == "qwen3.5-moe":
+        ours = {own: array for own, array in tensors.items() if own in further}
+        safetensors.numpy.save_file(stacked({own: tensors[own] for own in tensors.keys() - further}) | ours, file)
+    again = ling3.load(tmp_path / "own", mtp=True)
+    assert again.config == model.config and equal(again, model)
+    assert ling3.load(tmp_path / "own").mtp == ()
+    ling3.save(ling3.load(tmp_path / "own"), tmp_path / "without")
+    assert not any(own.startswith("mtp.") for own in safetensors.numpy.load_file(tmp_path / "without" / file.name))
+    assert getattr(read_config(tmp_path / "without"), field) == 0
 
 
 TEXT = QWEN35_9B["text_config"]
@@ -200,5 +230,9 @@ def test_on_kernels_answers_keep_their_bits_with_guesses_too(name, monkeypatch):
             return [own[len(tokens)], 5] if len(tokens) < len(own) else []
 
         guessed, outputs = answers(speculation=guess, draft_tokens=2)
-    assert plain[:2] == plain[2:] and guessed == plain
-    assert sum(output.outputs[0].drafted_tokens for output in outputs)
+        assert plain[:2] == plain[2:] and guessed == plain
+        assert sum(output.outputs[0].drafted_tokens for output in outputs)
+        further = ling3.init(model.config, key=jax.random.key(0), mtp=True).mtp  # random: its guesses are mostly wrong
+        model = dataclasses.replace(model, mtp=further)
+        guessed, outputs = answers(speculation="mtp", draft_tokens=2)
+        assert guessed == plain and sum(output.outputs[0].drafted_tokens for output in outputs)

@@ -96,6 +96,7 @@ TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()
 
 def write(name: str, directory: pathlib.Path) -> None:
     """The case's checkpoint in the published layout, float32, with logits near 1."""
+    directory.mkdir(exist_ok=True)
     base, own = CASES[name]
     (directory / "config.json").write_text(json.dumps({k: SIZES.get(k, v) for k, v in base.items()} | own))
     draw, tensors = np.random.RandomState(1), {}
