@@ -8,22 +8,25 @@ rates and with three seeds; what was expected is in `hybrids_predictions.md`, wh
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from jaxtyping import PRNGKeyArray
 
-from experiments.__main__ import RESULTS, conduct
+from experiments.__main__ import DOCS, RESULTS, conduct
 from experiments.design import Experiment
 from experiments.mechanisms import HeadDecay
+from experiments.reported import Reported
 from experiments.tasks import TASKS, Task, word_problems
 from ling3.layers.gqa import GQA, GQAConfig
 from ling3.layers.kda import KDAConfig
 from ling3.layers.rope import Rope
 from ling3.model import Mixer
+from ling3.runtime import plots
 
 LAYERS, WINDOW = 4, 16
 KDA_SIZES = KDAConfig(hidden=64, heads=2, head_dim=32, eps=1e-6, std=0.1)
@@ -94,15 +97,82 @@ HYBRIDS: dict[str, Callable[[], Experiment]] = {
 """The five tasks: recall, copying, state tracking, resets and text."""
 
 
-def main(task: Literal["recall", "copying", "tracking", "resets", "text", "all"] = "all", out: Path = RESULTS) -> None:
-    """Make the runs that are not stored yet.
+COLOURS = {"KDA": plots.BLUE, "delta": plots.SKY, "decay": plots.GREEN, "attention": plots.RED}
+KINDS = {
+    "KDA": "KDA",
+    "KDA, softplus": "KDA",
+    "KDA, beta to 2": "KDA",
+    "Gated DeltaNet": "delta",
+    "Mamba-2": "decay",
+    "lightning": "decay",
+    "window": "attention",
+    "full attention": "attention",
+}
+"""What a variant's three layers are: KDA, the delta rule with a decay per head, a decay alone, or softmax attention."""
+
+
+def reported(out: Path = RESULTS) -> dict[str, Reported]:
+    """The stored runs of each task."""
+    return {name: Reported(make(), out / f"hybrids_{name}.jsonl") for name, make in HYBRIDS.items()}
+
+
+def draw(tasks: Mapping[str, Reported], figure: Any) -> None:
+    """Draws mechanisms against tasks: a point per seed, a line at the geometric mean, a panel per task.
+
+    The measure is the share of wrong answers in percent, on a logarithmic axis; of text it is the loss in nats.
+    """
+    panels = figure.subplots(1, len(tasks), sharey=True)
+    for (name, runs), axes in zip(tasks.items(), panels, strict=True):
+        for row, variant in enumerate(runs.variants):
+            losses = name == "text"
+            values = runs.losses(variant) if losses else 100 * runs.errors(variant)
+            mean = runs.loss(variant) if losses else 100 * runs.error(variant)
+            colour = COLOURS[KINDS[variant]]
+            places = row + np.linspace(-0.16, 0.16, len(values))
+            axes.plot(values, places, "o", color=colour, markersize=5, alpha=0.8, markeredgewidth=0)
+            axes.vlines(mean, row - 0.36, row + 0.36, color=colour, linewidth=2)
+        axes.set_title(name, fontsize=10)
+        if losses:
+            axes.set_xlabel("nats per token", fontsize=8)
+        else:
+            axes.set(xscale="log")
+            axes.set_xlabel("wrong answers, %", fontsize=8)
+            axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:g}")
+        axes.tick_params(axis="x", labelsize=8)
+    panels[0].set_yticks(range(len(VARIANTS)), list(VARIANTS), fontsize=9)
+    panels[0].invert_yaxis()
+    figure.supxlabel("left is better; a point is a seed, a line the geometric mean of three", fontsize=9)
+
+
+def plot(tasks: Mapping[str, Reported], path: Path) -> None:
+    """Writes the figure as PNG and as SVG."""
+    import matplotlib  # noqa: PLC0415 -- takes long to import
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    with matplotlib.rc_context():
+        plots.use()
+        figure = Figure(figsize=(11, 3.6))
+        draw(tasks, figure)
+        for suffix in (".png", ".svg"):
+            figure.savefig(path.with_suffix(suffix), dpi=160)
+
+
+def main(
+    task: Literal["recall", "copying", "tracking", "resets", "text", "all"] = "all",
+    out: Path = RESULTS,
+    figure: Path = DOCS / "mechanisms",
+) -> None:
+    """Make the runs that are not stored yet; when all are, draw mechanisms against tasks.
 
     Args:
         task: which task; all of them take some hours of one core.
         out: directory of the results.
+        figure: the figure of all tasks, a path without its ending; written as PNG and as SVG.
     """
     for name in HYBRIDS if task == "all" else (task,):
         conduct(HYBRIDS[name](), out / f"hybrids_{name}.jsonl")
+    if task == "all":
+        plot(reported(out), figure)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from ling3.runtime.plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, use
 sys.path.insert(0, "..")  # the experiments are no part of the package
 from experiments import sweep
 from experiments.design import EXPERIMENTS
+from experiments.reported import Reported
 from experiments.tasks import segment_reset as segment_reset_of
 from ling3.ops.kda import recurrent_kda
 
@@ -63,36 +64,9 @@ LOOKS = list(zip((BLUE, RED, GREEN, ORANGE, PINK, BLACK), "os^DvX", ("-", "--", 
 
 
 # %%
-class Results:
+def results(name):
     """The stored runs of one task."""
-
-    def __init__(self, name):
-        self.experiment = EXPERIMENTS[name]
-        runs = sweep.read(RESULTS / f"{name}.jsonl")
-        self.variants = list(self.experiment.variants)
-        self.swept = {v: [r for r in runs if r.variant == v and r.seed == 0] for v in self.variants}
-        self.reported = {
-            v: [r for r in runs if r.variant == v and r.seed in self.experiment.seeds] for v in self.variants
-        }
-        rows = self.experiment.task.batch(sweep.HELD_OUT, 0, self.experiment.held_out)
-        self.asked = int(rows.mask.sum())  # answers of which an error on the way is a share
-        self.asked_finally = self.asked * sweep.FINAL
-
-    def errors(self, variant):
-        """The final error of each seed."""
-        return np.array([max(run.final.error, 0.5 / self.asked_finally) for run in self.reported[variant]])
-
-    def error(self, variant):
-        """The geometric mean over the seeds."""
-        return float(np.exp(np.log(self.errors(variant)).mean()))
-
-    def loss(self, variant):
-        """The geometric mean of the final loss, in nats per answer."""
-        return float(np.exp(np.mean([np.log(run.final.loss) for run in self.reported[variant]])))
-
-    def steps_to_90(self, variant):
-        """Per seed, the first measured step with at most 10 % errors, or None."""
-        return [run.steps_to_90 for run in self.reported[variant]]
+    return Reported(EXPERIMENTS[name], RESULTS / f"{name}.jsonl")
 
 
 def predicted(name):
@@ -190,7 +164,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
 # %%
 TASKS = ("segment_reset", "mqar", "parity", "palindrome")  # notebook 10 has the fifth
-everything = [run for name in TASKS for run in sweep.read(RESULTS / f"{name}.jsonl")]
+everything = [run for name in TASKS for run in results(name).runs]
 minutes = sum(run.seconds for run in everything) / 60
 print(f"{len(everything)} runs, {minutes:.0f} minutes", end=", ")
 print(f"{min(r.parameters for r in everything):,} parameters and more")
@@ -222,7 +196,7 @@ def recall_rows(task):
     return rows
 
 
-segment_reset = Results("segment_reset")
+segment_reset = results("segment_reset")
 tokens(
     recall_rows(segment_reset.experiment.task),
     "A row of segment reset\nR: reset; letters: keys; numbers: values; ∅: NULL",
@@ -333,7 +307,7 @@ def mqar_row(task):
     return [line]
 
 
-mqar = Results("mqar")
+mqar = results("mqar")
 tokens(mqar_row(mqar.experiment.task), "A row of MQAR; letters: keys; numbers: values; ·: blank")
 
 # %%
@@ -385,7 +359,7 @@ for variant in ("0:1", "1:0, no conv"):
 # down to $-1$ [(Grazzi et al., 2024)](https://arxiv.org/abs/2411.12537), and $1 - 2kk^\top$ is a reflection.
 
 # %%
-parity = Results("parity")
+parity = results("parity")
 batch = parity.experiment.task.batch(sweep.HELD_OUT, 0, 1)
 line = [
     (str(token), SKY if token else "white", str(target)) for token, target in zip(batch.tokens[0], batch.targets[0])
@@ -440,7 +414,7 @@ assert at[4e-3] > 0.2 and at[3.2e-2] > 0.3 and max(at[8e-3], at[1.6e-2]) < 0.001
 # that forgets has no work here. Each place of the second half shows the letter that the one before it asked for.
 
 # %%
-palindrome = Results("palindrome")
+palindrome = results("palindrome")
 batch = palindrome.experiment.task.batch(sweep.HELD_OUT, 0, 1)
 line = [
     (LETTERS[token - 1] if token else "|", SKY if token else ORANGE, LETTERS[target - 1] if asked else "")

@@ -11,6 +11,7 @@ import pytest
 from experiments import sweep
 from experiments.__main__ import RESULTS, conduct
 from experiments.design import EXPERIMENTS
+from experiments.hybrids import HYBRIDS, reported
 from experiments.tasks import mqar, parity
 from ling3.train.balance import balanced, expert_biases
 
@@ -27,9 +28,13 @@ TINY = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+STORED = EXPERIMENTS | {"hybrids_recall": HYBRIDS["recall"]()}
+"""The experiments whose runs are all made."""
+
+
+@pytest.mark.parametrize("name", STORED)
 def test_every_run_of_the_design_is_stored_once(name):
-    experiment, runs = EXPERIMENTS[name], sweep.read(RESULTS / f"{name}.jsonl")
+    experiment, runs = STORED[name], sweep.read(RESULTS / f"{name}.jsonl")
     wanted = []
     for variant in experiment.variants:
         wanted += [(variant, rate, experiment.sweep_seed) for rate in experiment.rates(variant)]
@@ -38,16 +43,12 @@ def test_every_run_of_the_design_is_stored_once(name):
     assert sorted((run.variant, run.learning_rate, run.seed) for run in runs) == sorted(wanted)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", STORED)
 def test_runs_keep_to_the_budget_and_match_in_parameters(name):
-    experiment, runs = EXPERIMENTS[name], sweep.read(RESULTS / f"{name}.jsonl")
+    experiment, runs = STORED[name], sweep.read(RESULTS / f"{name}.jsonl")
     for run in runs:
-        assert (run.task, run.steps, run.rows, run.layers) == (
-            name,
-            experiment.steps,
-            experiment.rows,
-            experiment.layers,
-        )
+        budget = (experiment.task.name, experiment.steps, experiment.rows, experiment.layers)
+        assert (run.task, run.steps, run.rows, run.layers) == budget
         assert [p.step for p in run.curve] == list(
             range(run.steps // experiment.points, run.steps + 1, run.steps // experiment.points)
         )
@@ -56,6 +57,17 @@ def test_runs_keep_to_the_budget_and_match_in_parameters(name):
         assert run.steps_to_90 == next((point.step for point in run.curve if point.error <= 0.1), None)
     parameters = [run.parameters for run in runs]
     assert max(parameters) <= 1.01 * min(parameters)
+
+
+def test_what_is_said_of_the_mechanisms_at_recall_is_in_the_runs():
+    """`experiments/README.md` and `hybrids_predictions.md`: R1 is wrong, R2 and R3 hold."""
+    runs = reported()["recall"]
+    errors = {variant: runs.errors(variant) for variant in runs.variants}
+    assert max(errors["KDA"]) > 0.05 and max(errors["Gated DeltaNet"]) > 0.01, "R1 does not hold"
+    for variant in ("Mamba-2", "lightning"):
+        assert max(errors[variant]) < 0.1 and runs.error(variant) > runs.error("Gated DeltaNet"), "R2"
+    for variant in ("window", "full attention"):
+        assert min(errors[variant]) > 0.77 and runs.steps_to_90(variant) == [None] * 3, "R3"
 
 
 @pytest.mark.slow
