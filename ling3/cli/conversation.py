@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from ling3.serve import Engine
     from ling3.text.tokenizer import Tokenizer
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 # The token that ends the model's thoughts.
 THOUGHTS_END = "</think>"
 # Parameters that may change between answers, in the order in which they are shown, with the kind of value of each.

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from ling3.evals.prompts import Question
     from ling3.evals.run import Score
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking(Command):
