@@ -340,8 +340,7 @@ class Engine(Front):
         served = ServedAdapters.of(model, adapters) if adapters else None
         settings, shapes = settle(settings, model, execution)
         filters = checked(filters, model.config.vocab_size)
-        runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
-        runner.adapters = served
+        runner = Runner(model, shapes, execution, programs, filters, served)
         loop = Loop(runner, settings, alike=wire is not None)
         intake = Intake.of(runner, tokenizer, settings, lockstep.leads(wire))
         Front.__init__(self, intake, loop, wire)

@@ -60,8 +60,8 @@ class Conversation:
 
         The turn is kept once the answer has ended, without its thoughts. If the caller leaves early, or Ctrl-C is
         pressed, the text so far is kept; if there is none, the question is dropped too.
-        Raises Unanswered if the context has no room, the template refuses the messages, or the model or the engine
-        fails.
+        Raises Unanswered, and keeps nothing, if the context has no room, the template refuses the messages, or the
+        model or the engine fails.
         """
         from jax.errors import JaxRuntimeError
 
@@ -81,6 +81,7 @@ class Conversation:
                     raise Unanswered(delta.output.error or "the engine gave up")
                 yield delta
         except JaxRuntimeError as error:
+            reason = "error"
             raise Unanswered(f"the engine failed: {error}") from error
         finally:
             self.tokens = len(ids) + len(answer)

@@ -31,7 +31,7 @@ from ling3.engine.pool import (
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
-from ling3.engine.settings import DECODE_STEPS, CacheDtype
+from ling3.engine.settings import DECODE_STEPS
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshots import Snapshot
 from ling3.engine.verification import Drafts, Verified
@@ -56,21 +56,21 @@ class Saved:
 
 
 class Runner:
-    """Owns the pool. Methods dispatch work and return; reading their results waits for the device."""
+    """Owns the pool. Methods dispatch work and return; reading their results waits for the device.
 
-    adapters: ServedAdapters | None = None
-    """Adapters for requests that name one; calls of other requests run the programs of the model alone."""
+    `adapters` are for requests that name one; calls of other requests run the programs of the model alone.
+    """
 
     def __init__(
         self,
         model: CausalLM,
         shapes: Shapes,
         execution: Execution | None = None,
-        cache: CacheDtype = "auto",
         programs: Programs | None = None,
         filters: tuple[Filter, ...] = (),
+        adapters: ServedAdapters | None = None,
     ):
-        self.model, self.shapes, self.filters = model, shapes, filters
+        self.model, self.shapes, self.filters, self.adapters = model, shapes, filters, adapters
         placement = placement_of(model)
         self._put: Callable[[Any], Any] = jax.device_put if placement is None else placement.everywhere
         # To the host and back; on a mesh each process copies its devices' shards.
@@ -79,7 +79,6 @@ class Runner:
         self.forward = Programs() if programs is None else programs
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # spent in `warmup`
-        self.dtype, self.packed = cache_dtype(model, cache), cache == "packed"
         self.updates = 0  # of the weights
         self.reset()
 
@@ -94,7 +93,8 @@ class Runner:
         shapes = self.shapes
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = self._sampling(rows, self._adjustments(shapes.slots))
-        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, self.dtype, self.packed, self._mtp)
+        dtype, packed = cache_dtype(self.model, shapes.cache_dtype), shapes.cache_dtype == "packed"
+        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, dtype, packed, self._mtp)
         self.pool = Pool.empty(self.model, sampling, spec)
         self._unadjusted = self._adjustments(1)
         self._fresh = jax.tree.map(lambda x: self._zeros(x, 1), slots_of(self.pool.layers))

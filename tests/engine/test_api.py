@@ -45,6 +45,11 @@ def test_prompts_come_as_text_ids_or_chat(served):
     assert served.generate([], GREEDY) == []
 
 
+def test_a_sampling_parameter_by_its_name_is_told_where_it_belongs(served):
+    with pytest.raises(TypeError, match=r"no max_tokens=…: give sampling parameters as SamplingParams\(max_tokens=…\)"):
+        served.generate(["hello"], max_tokens=5)
+
+
 # Seeds and completions
 
 

@@ -79,7 +79,7 @@ class ScriptedRunner(Runner):
     """A runner whose next token is `rule(tokens so far, seed)`; each call takes `pace` seconds."""
 
     def __init__(self, shapes: Shapes, rule: Rule = by_hash, pace: float = 0.0):
-        self.shapes, self.rule, self.pace, self.compile_seconds = shapes, rule, pace, 0.0
+        self.shapes, self.rule, self.pace, self.compile_seconds, self.adapters = shapes, rule, pace, 0.0, None
         self.model = types.SimpleNamespace(parameters=0)
         self.calls: list[tuple[str, list[int]]] = []  # each call's program, and how many tokens are put in or planned
         self.reset()
