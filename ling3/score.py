@@ -18,9 +18,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float32, Int32
 
 from ling3.cache import Span, State
-from ling3.engine.batches import block_table, prompt_batch
+from ling3.engine.calls import block_table, prompt_batch
 from ling3.engine.forward import Batch
-from ling3.engine.grammars import words
+from ling3.engine.masks import words
 from ling3.engine.request import Request, TokenSequence
 from ling3.engine.runner import Runner
 from ling3.engine.sampling import Choice

@@ -31,8 +31,7 @@ from ling3.checkpoint import hub
 from ling3.engine import lockstep
 from ling3.engine.actor import join_abandoned
 from ling3.engine.adapters import ServedAdapters
-from ling3.engine.batches import block_table, pass_batch, prompt_batch, step_batch
-from ling3.engine.calls import Call, Decoded, Extended, Passed
+from ling3.engine.calls import Call, Decoded, Extended, Passed, block_table, pass_batch, prompt_batch, step_batch
 from ling3.engine.filters import Filter, checked
 from ling3.engine.forward import Programs
 from ling3.engine.front import Front, Server

@@ -10,7 +10,7 @@ from ling3.cli.loading import Precise
 from ling3.cli.options import Command, FileOption, NamesOption
 
 if TYPE_CHECKING:
-    from ling3.evals.ablation_report import AblationRow
+    from ling3.evals.ablations import AblationRow
     from ling3.evals.skill_table import SkillRow
 
 

@@ -12,10 +12,10 @@ from jaxtyping import Array, Shaped
 
 from ling3.cache import CacheSpec, State, pages_of, slots_of
 from ling3.engine.adapters import ServedAdapters
-from ling3.engine.batches import adapters_of
+from ling3.engine.calls import adapters_of
 from ling3.engine.filters import Filter
 from ling3.engine.forward import Batch, Extension, Programs
-from ling3.engine.grammars import words
+from ling3.engine.masks import words
 from ling3.engine.pool import (
     PAGES_MOVED,
     Pool,

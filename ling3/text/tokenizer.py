@@ -8,17 +8,15 @@ from typing import Any, Literal, overload
 
 from ling3.checkpoint import hub
 from ling3.runtime.quoting import named, shown
-from ling3.text import added_tokens, template_files, tiktoken_file
-from ling3.text.byte_fallback import ByteFallback
+from ling3.text import added_tokens, chat_template, tiktoken_file
+from ling3.text.byte_fallback import ByteFallback, TokenBytes
 from ling3.text.chat_template import ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
-from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer_file import Reported, TokenizerError, read, read_object
-from ling3.text.tool_calls import ToolForm
-from ling3.text.tool_forms import tool_form
+from ling3.text.tool_calls import ToolForm, tool_form
 
 VOCABULARY, MODEL, GENERATION = "tokenizer.json", "config.json", "generation_config.json"
-PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *template_files.FILES)
+PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *chat_template.FILES)
 
 
 MOST_ROWS = 2**31
@@ -46,7 +44,7 @@ class Tokenizer:
             backend = read(directory / VOCABULARY)
         self.special_tokens = added_tokens.add(backend, settings, directory, rows)
         self.backend = added_tokens.without_token(backend, self.special_tokens.get("pad_token", ""), rows)
-        self.chat_templates = template_files.chat_templates(directory, settings)
+        self.chat_templates = chat_template.chat_templates(directory, settings)
         ends = [
             *_ids(model, "eos_token_id", directory / MODEL),
             *_ids(generation, "eos_token_id", directory / GENERATION),
@@ -72,7 +70,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The default template, for a conversation without tools; None if the checkpoint has none."""
-        return self.chat_templates.get(template_files.DEFAULT)
+        return self.chat_templates.get(chat_template.DEFAULT)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -168,9 +166,9 @@ class Tokenizer:
         Raises ValueError for malformed messages, or if the checkpoint has no such chat template.
         """
         if not self.chat_templates:
-            places = f"{template_files.TEMPLATE} or {added_tokens.SETTINGS}"
+            places = f"{chat_template.TEMPLATE} or {added_tokens.SETTINGS}"
             raise ValueError(f"{self.name} has no chat template (in {places}): use plain text")
-        text = template_files.chosen_template(self.chat_templates, variables.get("tools")).render(
+        text = chat_template.chosen_template(self.chat_templates, variables.get("tools")).render(
             messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text

@@ -17,8 +17,8 @@ from small_engine import CONFIG, SETTINGS, tokenizer
 
 from ling3.engine.forward import Extension
 from ling3.engine.front import Front
-from ling3.engine.grammars import WORD
 from ling3.engine.intake import Intake
+from ling3.engine.masks import WORD
 from ling3.engine.runner import Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.sampling_params import MAX_LOGPROBS
