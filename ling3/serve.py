@@ -181,7 +181,28 @@ class Loop(Requests):
             sequence.prefilled += len(chunk)
             self.counts["prompt_tokens"] += len(chunk)
             self.scheduler.prefixes_of(sequence).keep(sequence, self.runner.state_of)
+            if sequence.decoding and len(sequence.request.sequences) > 1:
+                self._hand_on(sequence)
         return Extended(results, sequences, rows, list(map(len, chunks)), [each.decoding for each in sequences])
+
+    def _hand_on(self, sequence: TokenSequence) -> None:
+        """Copies the caches of a short prompt for the request's other sequences, so that it is prefilled once.
+
+        A longer prompt is a known prefix by now, but for its last tokens.
+        """
+        others = [each for each in sequence.request.sequences if not each.prefilled and each.completion is None]
+        if not others or sequence.prefill_end >= self.settings.prefix_step:
+            return
+        if (copy := self.runner.copied(sequence)) is None:
+            return
+        for other in others:
+            runs = other.memory.slot is not None
+            if runs and not self.scheduler.reserve(other, self._goal(other)):
+                continue  # it prefills the prompt itself, once there are pages
+            other.memory.saved, other.prefilled, other.cached = copy, sequence.prefilled, sequence.prefilled
+            if runs:
+                self.runner.swap_in(other)
+                self.counts["cached_tokens"] += other.cached
 
     def _decode(self) -> tuple[list[Call], list[Call]]:
         """Dispatches decode calls; returns those of synchronous sequences, which are read in this turn, and the others.

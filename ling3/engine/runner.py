@@ -49,7 +49,7 @@ COMPILED_AT_ONCE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The states and pages of a preempted sequence, on the host."""
+    """The states and pages of a sequence: of a preempted one on the host, or copied for others on the device."""
 
     states: tuple[State, ...]
     pages: tuple[tuple[Any, ...], ...]
@@ -123,6 +123,13 @@ class Runner:
     def state_of(self, sequence: TokenSequence) -> State:
         """A copy, on the device, of the state that a sequence holds outside its pages."""
         return swap_out(self._int(sequence.memory.slot), self.pool)
+
+    def copied(self, sequence: TokenSequence) -> Saved | None:
+        """Copies the states and pages of a sequence on the device; None if its memory is not all in this pool."""
+        if placement_of(self.model) is not None or not self.forward.snapshots or self.shapes.window is not None:
+            return None
+        used = self._moves(sequence.memory.pages[: self._used(sequence)])
+        return Saved(self.state_of(sequence), tuple(read_pages(pages, self.pool) for pages in used))
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """Copies the states and pages of a sequence to the host; waits for the device."""

@@ -111,6 +111,9 @@ class ScriptedRunner(Runner):
         used = sequence.memory.pages[: -(-sequence.held // self.shapes.page_size)]
         return Saved(self.slots[sequence.memory.slot].state.copy(), self.pages[used])
 
+    def copied(self, sequence):
+        return self.swap_out(sequence)
+
     def state_of(self, sequence):
         return self.slots[sequence.memory.slot].state.copy()
 
