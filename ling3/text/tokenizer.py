@@ -52,11 +52,11 @@ class Tokenizer:
         ]
         pads = [
             *self._id_of("pad_token"),
-            *_ids(generation, "pad_token_id", directory / GENERATION, least=-1),
-            *_ids(model, "pad_token_id", directory / MODEL, least=-1),
+            *_ids(generation, "pad_token_id", directory / GENERATION),
+            *_ids(model, "pad_token_id", directory / MODEL),
         ]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
-        self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
+        self.pad_token_id: int | None = next(iter(pads), None)
 
     @property
     def name(self) -> str:
@@ -228,12 +228,12 @@ def _rows(model: Mapping[str, Any]) -> int:
     return rows if type(rows) is int and rows > 0 else MOST_ROWS
 
 
-def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
+def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if name == "pad_token_id":  # -1 means no padding token in published files
         ids = [token for token in ids if type(token) is not int or token >= 0]
     for token in ids:
-        if type(token) is not int or token < least:
+        if type(token) is not int or token < 0:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
     return ids
