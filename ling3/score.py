@@ -7,7 +7,6 @@ the engine, which are compiled one by one: inside a larger program XLA might rou
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,15 +17,16 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float32, Int32
 
-from ling3.cache import CacheSpec, Span, map_pages
-from ling3.engine.batches import prompt_batch
-from ling3.engine.forward import Batch, decode, extend
-from ling3.engine.grammars import words
-from ling3.engine.pool import Pool, Rows, cache_dtype
-from ling3.engine.sampling import Choice, Sampling
+from ling3.cache import Span, State
+from ling3.engine.calls import block_table, prompt_batch
+from ling3.engine.forward import Batch
+from ling3.engine.masks import words
+from ling3.engine.request import Request, TokenSequence
+from ling3.engine.runner import Runner
+from ling3.engine.sampling import Choice
 from ling3.engine.sampling_params import SamplingParams, check_prompt
 from ling3.engine.settings import DECODE_STEPS, EngineSettings, changed
-from ling3.engine.shapes import buckets_of, call_sizes, smallest
+from ling3.engine.shapes import Shapes, buckets_of, call_sizes, smallest
 from ling3.engine.speculation import check_drafts, fitting
 from ling3.engine.verification import Drafts, Verified
 from ling3.execution import Execution
@@ -37,6 +37,7 @@ from ling3.runtime import compilation_cache
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import shown
+from ling3.text.detokenizer import StopStrings
 
 
 def score(
@@ -139,7 +140,7 @@ def _scores(model: CausalLM, scoring: _Scoring) -> Float32[Array, "sequences tok
             "ling3.score is called inside jax.jit or another transformation that traces the model: call it outside, "
             "since it runs programs that are compiled already; eqx.filter_grad and jax.grad are fine outside of jit"
         )
-    found = _Run.of(model, scoring).results()
+    found = _Scorer(model, scoring).results()
     longest = max(len(each.tokens) for each in scoring.answers)
     values = np.zeros((len(scoring.answers), longest), np.float32)
     broken = []
@@ -202,54 +203,26 @@ def _pulled_back(
     return jax.vjp(logprobs, weights)[1](cotangent)[0]
 
 
-def _by_row(pool: Pool) -> tuple[Any, Any]:
-    """The states, and the lengths, with a row's pages side by side: row i has the i-th part of them."""
-    count = pool.length.shape[0]
-    return map_pages(lambda x: x.reshape(count, -1, *x.shape[1:]), pool.layers), pool.length
+class _Scorer:
+    """A runner that scores groups of at most `count` answers, and the prompt that it prefilled last."""
 
-
-@jax.jit
-def _read(row: Int32[Array, ""], pool: Pool) -> tuple[Any, Any]:
-    """A copy of all that a row's sequence has left in the pool."""
-    return jax.tree.map(lambda x: x[row], _by_row(pool))
-
-
-@functools.partial(jax.jit, donate_argnames="pool")
-def _written(row: Int32[Array, ""], contents: tuple[Any, Any], pool: Pool) -> Pool:
-    """The pool with a row's contents replaced by those that `_read` returned."""
-    layers, length = jax.tree.map(lambda x, y: x.at[row].set(y), _by_row(pool), contents)
-    flat = map_pages(lambda x: x.reshape(-1, *x.shape[2:]), layers)
-    return eqx.tree_at(lambda p: (p.layers, p.length), pool, (flat, length))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """A model and the sizes of its calls, which score groups of at most `count` answers."""
-
-    model: CausalLM
-    scoring: _Scoring
-    buckets: tuple[int, ...]
-    count: int
-    drafts: int
-    """Known tokens in a pass, after each answer's newest; 0: no passes but decode steps."""
-    columns: int
-    """Pages of the longest sequence, padded to few shapes."""
-    filled: list[Any] = dataclasses.field(default_factory=list)
-    """The newest prompt that was prefilled, and a copy of its row of the pool, for more answers to it."""
-
-    @staticmethod
-    def of(model: CausalLM, scoring: _Scoring) -> "_Run":
-        """Takes passes if the model keeps its bits in them, and else steps."""
+    def __init__(self, model: CausalLM, scoring: _Scoring):
         settings, execution = scoring.settings, scoring.execution
         rows, widths = call_sizes(settings, model, execution)
         try:
             check_drafts(model, execution, mtp=False)
-            drafts = fitting(settings.draft_tokens, rows)
+            self.drafts = fitting(settings.draft_tokens, rows)  # known tokens in a pass, after each answer's newest
         except ValueError:
-            drafts = 0
+            self.drafts = 0  # decode steps in place of passes
+        self.count, self.scoring = rows // (self.drafts + 1), scoring
         longest = max(each.length for each in scoring.answers)
         columns = round_up(-(-longest // settings.page_size), 1)
-        return _Run(model, scoring, buckets_of(settings, widths), rows // (drafts + 1), drafts, columns)
+        buckets, pages = buckets_of(settings, widths), self.count * columns
+        sizes = (self.count, pages, settings.page_size, columns, buckets, (self.count,))
+        self.shapes = Shapes(*sizes, cache_dtype=settings.cache_dtype)
+        self.runner = Runner(model, self.shapes, execution)
+        self.newest: TokenSequence | None = None  # of which more answers may follow
+        self.states: tuple[State, ...] = ()  # those of `newest` after its prompt
 
     def results(self) -> list[tuple[Int32[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]]:
         """Each answer's tokens and their log-probabilities; other tokens where the logits are NaN."""
@@ -270,52 +243,46 @@ class _Run:
         return [found[i] for i in range(len(answers))]
 
     def of_group(self, answers: Sequence[KnownAnswer]) -> list[Choice]:
-        """Puts prompts into new caches as the engine does, and then takes the answers' tokens."""
-        settings, execution, count = self.scoring.settings, self.scoring.execution, self.count
-        rows, pool = self.empty(answers)
-        for row, each in enumerate(answers):
-            if self.filled and self.filled[0] == each.prompt:
-                pool = _written(np.int32(row), self.filled[1], pool)
-                continue
-            where = Rows(np.asarray([row], np.int32), rows.table[row : row + 1], in_place=count == 1)
-            for start in range(0, len(each.prompt) - 1, settings.chunked_prefill_size):
-                chunk = each.prompt[:-1][start : start + settings.chunked_prefill_size]
-                call = prompt_batch(where, [0], [chunk], smallest(self.buckets, len(chunk)))
-                _, pool = extend(self.model, jax.device_put(call), pool, execution)
-            self.filled[:] = [each.prompt, _read(np.int32(row), pool)]
-        width = self.scoring.width
+        """Puts prompts into the caches as the engine does, and then takes the answers' tokens."""
+        sequences, count, width = (
+            list(map(self.prefilled, range(len(answers)), answers)),
+            self.count,
+            self.scoring.width,
+        )
+        where, rows = block_table(sequences, count, self.shapes)
         known, lengths = np.full((count, width), -1, np.int32), np.zeros(count, np.int32)
         for row, each in enumerate(answers):
             known[row, : len(each.tokens)], lengths[row] = each.tokens, len(each.tokens)
         # Grammars force tokens too, and as there, only the mask of the known token is not empty.
-        masks, found = np.zeros((count, words(self.model.config.vocab_size)), np.uint32), []
+        masks, found = np.zeros((count, words(self.runner.model.config.vocab_size)), np.uint32), []
         if self.drafts:
             depth = np.full(count, self.drafts, np.int32)
             drafts = Drafts(known, passes=np.full(count, width, np.int32), depth=depth, each=self.drafts, mtp=False)
-            call = Batch(rows, known, lengths, masks, drafts=drafts)
-            results, pool = decode(self.model, jax.device_put(call), pool, execution)
+            results = self.runner.decode(Batch(where, known, lengths, masks, drafts=drafts), rows, sequences)
             assert isinstance(results, Verified)
             return [results.choice]
         for start in range(0, int(lengths.max()), DECODE_STEPS):
             steps = np.clip(lengths - start, 0, DECODE_STEPS)
-            call = Batch(rows, known[:, start : start + DECODE_STEPS], steps, masks)
-            results, pool = decode(self.model, jax.device_put(call), pool, execution)
-            found.append(results)
+            call = Batch(where, known[:, start : start + DECODE_STEPS], steps, masks)
+            found.append(self.runner.decode(call, rows, sequences))
         return found
 
-    def empty(self, answers: Sequence[KnownAnswer]) -> tuple[Rows, Pool]:
-        """Empty caches with a row for each answer; the rows after the last one are unused."""
-        model, settings, count, columns = self.model, self.scoring.settings, self.count, self.columns
-        here = np.arange(count, dtype=np.int32)
-        table = here[:, None] * columns + np.arange(columns, dtype=np.int32)[None]
-        used = here < len(answers)
-        rows = Rows(np.where(used, here, count), np.where(used[:, None], table, count * columns), in_place=True)
-        filled = [*answers, *[KnownAnswer([0], [0])] * (count - len(answers))]
-        greedy = SamplingParams(temperature=0.0)
-        wanted = [(greedy, 0, len(each.prompt), ()) for each in filled]
-        sampling = Sampling.build(wanted, model.config.vocab_size, 1)
-        dtype, packed = cache_dtype(model, settings.cache_dtype), settings.cache_dtype == "packed"
-        pool = Pool.empty(model, sampling, CacheSpec(count, count * columns, settings.page_size, dtype, packed))
-        newest = jnp.asarray([each.prompt[-1] for each in filled], jnp.int32)
-        until = jnp.asarray([each.length for each in filled], jnp.int32)
-        return rows, eqx.tree_at(lambda p: (p.until, p.token, p.done), pool, (until, newest, jnp.asarray(~used)))
+    def prefilled(self, slot: int, answer: KnownAnswer) -> TokenSequence:
+        """The sequence of an answer in a slot, with its prompt in the caches: prefilled, or copied from `newest`."""
+        request = Request(slot, None, answer.prompt, SamplingParams(max_tokens=len(answer.tokens)))
+        sequence = TokenSequence(request, 0, slot, 0, (), None, StopStrings(()), prefill_end=len(answer.prompt) - 1)
+        columns, memory = self.shapes.columns, sequence.memory
+        memory.slot, memory.pages = slot, list(range(slot * columns, (slot + 1) * columns))
+        if (same := self.newest) is not None and same.prompt == sequence.prompt:
+            sequence.prefilled = sequence.prefill_end
+            held = -(-sequence.prefilled // self.shapes.page_size)
+            memory.states, memory.copied = self.states, same.memory.pages[:held]
+        self.runner.swap_in(sequence)
+        where, rows = block_table([sequence], 1, self.shapes)
+        while not sequence.decoding:
+            chunk = answer.prompt[sequence.prefilled : -1][: self.scoring.settings.chunked_prefill_size]
+            call = prompt_batch(where, rows, [chunk], smallest(self.shapes.buckets, len(chunk)))
+            self.runner.extend(call, rows, [sequence])
+            sequence.prefilled += len(chunk)
+        self.newest, self.states = sequence, self.runner.state_of(sequence)
+        return sequence

@@ -31,8 +31,7 @@ from ling3.checkpoint import hub
 from ling3.engine import lockstep
 from ling3.engine.actor import join_abandoned
 from ling3.engine.adapters import ServedAdapters
-from ling3.engine.batches import block_table, pass_batch, prompt_batch, step_batch
-from ling3.engine.calls import Call, Decoded, Extended, Passed
+from ling3.engine.calls import Call, Decoded, Extended, Passed, block_table, pass_batch, prompt_batch, step_batch
 from ling3.engine.filters import Filter, checked
 from ling3.engine.forward import Programs
 from ling3.engine.front import Front, Server
@@ -182,7 +181,28 @@ class Loop(Requests):
             sequence.prefilled += len(chunk)
             self.counts["prompt_tokens"] += len(chunk)
             self.scheduler.prefixes_of(sequence).keep(sequence, self.runner.state_of)
+            if sequence.decoding and len(sequence.request.sequences) > 1:
+                self._hand_on(sequence)
         return Extended(results, sequences, rows, list(map(len, chunks)), [each.decoding for each in sequences])
+
+    def _hand_on(self, sequence: TokenSequence) -> None:
+        """Copies the caches of a short prompt for the request's other sequences, so that it is prefilled once.
+
+        A longer prompt is a known prefix by now, but for its last tokens.
+        """
+        others = [each for each in sequence.request.sequences if not each.prefilled and each.completion is None]
+        if not others or sequence.prefill_end >= self.settings.prefix_step:
+            return
+        if (copy := self.runner.copied(sequence)) is None:
+            return
+        for other in others:
+            runs = other.memory.slot is not None
+            if runs and not self.scheduler.reserve(other, self._goal(other)):
+                continue  # it prefills the prompt itself, once there are pages
+            other.memory.saved, other.prefilled, other.cached = copy, sequence.prefilled, sequence.prefilled
+            if runs:
+                self.runner.swap_in(other)
+                self.counts["cached_tokens"] += other.cached
 
     def _decode(self) -> tuple[list[Call], list[Call]]:
         """Dispatches decode calls; returns those of synchronous sequences, which are read in this turn, and the others.
@@ -340,8 +360,7 @@ class Engine(Front):
         served = ServedAdapters.of(model, adapters) if adapters else None
         settings, shapes = settle(settings, model, execution)
         filters = checked(filters, model.config.vocab_size)
-        runner = Runner(model, shapes, execution, settings.cache_dtype, programs, filters)
-        runner.adapters = served
+        runner = Runner(model, shapes, execution, programs, filters, served)
         loop = Loop(runner, settings, alike=wire is not None)
         intake = Intake.of(runner, tokenizer, settings, lockstep.leads(wire))
         Front.__init__(self, intake, loop, wire)

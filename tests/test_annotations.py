@@ -20,7 +20,7 @@ from tiny import TINY, open_model
 import ling3
 from ling3 import afd
 from ling3.cache import CacheSpec, Span
-from ling3.engine.grammars import words
+from ling3.engine.masks import words
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams

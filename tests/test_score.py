@@ -1,7 +1,6 @@
 """Scores of known answers: the engine's log-probabilities bit for bit, and the gradient of the training forward."""
 
 import dataclasses
-import sys
 
 import equinox as eqx
 import jax
@@ -19,6 +18,7 @@ from tiny_transformers import open_model as open_transformer
 import ling3
 from ling3.engine import sampling
 from ling3.engine.forward import decode, extend
+from ling3.engine.runner import Runner
 from ling3.execution import Execution
 
 pytestmark = pytest.mark.thorough
@@ -105,8 +105,8 @@ def test_a_prompt_of_several_answers_is_prefilled_once(monkeypatch):
     model, prompts = open_transformer("qwen3"), ([3, 5, 8, 13, 21], [4], [*range(2, 42)])
     sequences = [(prompt, [*range(7 + i, 9 + i + len(prompt) % 3)]) for i in range(6) for prompt in prompts]
     alone = [ling3.score(model, [one], **SETTINGS)[0] for one in sequences]
-    calls = []
-    monkeypatch.setattr(sys.modules["ling3.score"], "extend", lambda *args: calls.append(args) or extend(*args))
+    calls, extend = [], Runner.extend
+    monkeypatch.setattr(Runner, "extend", lambda *args: calls.append(args) or extend(*args))
     together = ling3.score(model, sequences, **SETTINGS)
     for row, expected in zip(together, alone, strict=True):
         np.testing.assert_array_equal(row[: len(expected)], expected)

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils, transfer
 
-from ling3.afd.answers import answers
 from ling3.afd.attention_worker import AttentionWorker
 from ling3.afd.ffn_worker import FfnWorker
 from ling3.afd.messages import GONE, Failed
 from ling3.afd.plan import REQUESTS, Device, agree, halve
 from ling3.afd.stats import AfdStats, Counts
+from ling3.afd.system import answers
 from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.execution import Execution

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# ruff: noqa: PLC0415
 # Imports wait until they are needed: Ctrl-C is handled first, then the options are read, then JAX is imported.
 
 # The most characters of an error message: a screen of 24 lines.

@@ -10,11 +10,8 @@ from ling3.cli.loading import Precise
 from ling3.cli.options import Command, FileOption, NamesOption
 
 if TYPE_CHECKING:
-    from ling3.evals.ablation_report import AblationRow
+    from ling3.evals.ablations import AblationRow
     from ling3.evals.skill_table import SkillRow
-
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

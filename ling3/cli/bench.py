@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ling3.bench.measure import SampleRequest
     from ling3.bench.report import BenchReport
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 REQUESTS = 64
 # A workload is drawn before it is measured, and this many tokens take some 4 GB.
 MOST_TOKENS = 10**8

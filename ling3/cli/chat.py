@@ -15,9 +15,6 @@ from ling3.cli.loading import Loading
 from ling3.cli.options import Command, Guessing, Sampling, TextOption, Thinking, WholeNumber, chat_ids
 from ling3.cli.terminal import compiling, show
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 # Tokens of the longest conversation without --max-model-len: memory for all of them is reserved.
 CONTEXT = 32_768
 

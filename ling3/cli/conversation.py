@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from ling3.serve import Engine
     from ling3.text.tokenizer import Tokenizer
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 # The token that ends the model's thoughts.
 THOUGHTS_END = "</think>"
 # Parameters that may change between answers, in the order in which they are shown, with the kind of value of each.
@@ -63,8 +60,8 @@ class Conversation:
 
         The turn is kept once the answer has ended, without its thoughts. If the caller leaves early, or Ctrl-C is
         pressed, the text so far is kept; if there is none, the question is dropped too.
-        Raises Unanswered if the context has no room, the template refuses the messages, or the model or the engine
-        fails.
+        Raises Unanswered, and keeps nothing, if the context has no room, the template refuses the messages, or the
+        model or the engine fails.
         """
         from jax.errors import JaxRuntimeError
 
@@ -84,6 +81,7 @@ class Conversation:
                     raise Unanswered(delta.output.error or "the engine gave up")
                 yield delta
         except JaxRuntimeError as error:
+            reason = "error"
             raise Unanswered(f"the engine failed: {error}") from error
         finally:
             self.tokens = len(ids) + len(answer)

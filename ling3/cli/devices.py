@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
     from ling3.mesh import Rules
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:

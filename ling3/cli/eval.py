@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -17,12 +17,10 @@ from ling3.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from ling3.evals.answers import Parser
-    from ling3.evals.perplexity import Likelihood as Measured
     from ling3.evals.prompts import Question
     from ling3.evals.run import Score
-
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
+    from ling3.model import CausalLM
+    from ling3.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +154,9 @@ def run(command: Eval) -> None:
 def follow(command: Eval) -> None:
     """Runs the command in a process that is not the first. All processes compute perplexity and skills."""
     if isinstance(command.task, Perplexity):
-        _measured(command.task)
+        _perplexity(command.task, prints=False)
     elif isinstance(command.task, Skills):
-        _scores(command.task)
+        _skills(command.task, prints=False)
     else:
         from ling3.evals.predictions import fingerprint
 
@@ -192,11 +190,10 @@ def _ask(command: Asking, parse: "Parser", build: "Callable[..., list[Question]]
             on_start=shown,
             on_answer=shown,
         )
-    low, high = score.interval
     if command.json:
-        counts = {"right": score.right, "total": score.total, "accuracy": score.accuracy}
-        print_json({"model": source.name, "predictions": command.out, **counts, "wilson_95": [low, high]})
+        print_json({"model": source.name, "predictions": command.out, **_numbers(score)})
         return
+    low, high = score.interval
     print(f"accuracy, 95 % (Wilson): {low:.4f} to {high:.4f}")
     print(score)
 
@@ -249,8 +246,14 @@ def _bar(console: Console) -> "Iterator[Callable[[Score, int], None]]":
         bar.stop()
 
 
-def _perplexity(command: Perplexity) -> None:
-    found = _measured(command, Console(stderr=True, highlight=False))
+def _perplexity(command: Perplexity, prints: bool = True) -> None:
+    from ling3.evals.perplexity import perplexity
+
+    text = read_text(command.text)
+    model, tokenizer = _loaded(command, prints)
+    found = perplexity(model, tokenizer, text, command.context, command.stride)
+    if not prints:
+        return
     if command.json:
         names = ("nats_per_token", "bits_per_byte", "perplexity")
         print_json({**dataclasses.asdict(found), **{name: getattr(found, name) for name in names}})
@@ -261,34 +264,7 @@ def _perplexity(command: Perplexity) -> None:
     print(f"perplexity: {found.perplexity:.4f}")
 
 
-def _measured(command: Perplexity, console: Console | None = None) -> "Measured":
-    from ling3.evals.perplexity import perplexity
-
-    text = read_text(command.text)
-    source = command.common.source(command.model, command.devices)
-    tokenizer = source.tokenizer()
-    model = source.load(tokenizer)
-    if console is not None:
-        source.introduce(model, console)
-    return perplexity(model, tokenizer, text, command.context, command.stride)
-
-
-def _skills(command: Skills) -> None:
-    found = _scores(command, Console(stderr=True, highlight=False))
-    if command.json:
-        print_json(
-            {
-                name: {"right": s.right, "total": s.total, "accuracy": s.accuracy, "wilson_95": list(s.interval)}
-                for name, s in found.items()
-            }
-        )
-        return
-    for name, score in found.items():
-        low, high = score.interval
-        print(f"{name}: {score.right}/{score.total} = {score.accuracy:.4f}, 95 % (Wilson): {low:.4f} to {high:.4f}")
-
-
-def _scores(command: Skills, console: Console | None = None) -> "dict[str, Score]":
+def _skills(command: Skills, prints: bool = True) -> None:
     from ling3.evals.skills import check_skills, skill_scores
     from ling3.train.nano.skills import SKILLS
 
@@ -296,9 +272,28 @@ def _scores(command: Skills, console: Console | None = None) -> "dict[str, Score
     check_skills(names)
     if command.questions < 1:
         raise ValueError(f"--questions is {command.questions}, expected a whole number >= 1")
+    found = skill_scores(*_loaded(command, prints), names, command.questions)
+    if not prints:
+        return
+    if command.json:
+        print_json({name: _numbers(score) for name, score in found.items()})
+        return
+    for name, score in found.items():
+        low, high = score.interval
+        print(f"{name}: {score.right}/{score.total} = {score.accuracy:.4f}, 95 % (Wilson): {low:.4f} to {high:.4f}")
+
+
+def _loaded(command: Perplexity | Skills, introduces: bool) -> "tuple[CausalLM, Tokenizer]":
+    """The command's model, of which it may print a line, and its tokenizer."""
     source = command.common.source(command.model, command.devices)
     tokenizer = source.tokenizer()
     model = source.load(tokenizer)
-    if console is not None:
-        source.introduce(model, console)
-    return skill_scores(model, tokenizer, names, command.questions)
+    if introduces:
+        source.introduce(model, Console(stderr=True, highlight=False))
+    return model, tokenizer
+
+
+def _numbers(score: "Score") -> dict[str, Any]:
+    """A score for JSON."""
+    counts = {"right": score.right, "total": score.total, "accuracy": score.accuracy}
+    return {**counts, "wilson_95": list(score.interval)}

@@ -14,11 +14,8 @@ from ling3.cli.terminal import print_json
 if TYPE_CHECKING:
     from ling3.bench.levels import Levels
     from ling3.bench.report import BenchReport
-    from ling3.evals.ablation_report import AblationReport
+    from ling3.evals.ablations import AblationReport
     from ling3.evals.skill_table import SkillTable
-
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

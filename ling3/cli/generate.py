@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from ling3.engine.outputs import Completion, Delta
     from ling3.engine.settings import EngineSettings
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 MAX_TOKENS = 256
 # The most prompts that run at once; the others wait.
 MOST_SLOTS = 64

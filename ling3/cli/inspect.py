@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from ling3.interpret.plan import MeshReport
     from ling3.train.memory import TrainingMemory
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 # Columns if stdout is not a terminal, so that lines for grep and files are not wrapped.
 WIDE = 160
 

@@ -12,9 +12,6 @@ from ling3.cli.loading import Precise
 from ling3.cli.options import Command, TextOption, Thinking, hint_at_chat, prompt_ids
 from ling3.cli.terminal import compiling
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look(Command):

@@ -6,9 +6,6 @@ from typing import Literal
 
 from ling3.cli.options import Command, Common, WholeNumber
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize(Command):

@@ -14,9 +14,6 @@ from ling3.cli.loading import Loading
 from ling3.cli.options import Command, FileOption, TextOption
 from ling3.cli.terminal import compiling
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve(Command):

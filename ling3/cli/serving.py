@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ling3.serve import Server
     from ling3.text.tokenizer import Tokenizer
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving(Loading):

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ling3.train.fine_tuning import FineTuning
     from ling3.train.texts import TrainingText
 
-# ruff: noqa: PLC0415
-# A command imports what it needs when it runs, so that help and errors appear at once.
-
 RANK = 16
 
 

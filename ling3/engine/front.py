@@ -123,14 +123,19 @@ class Front:
         truncate: Truncate = None,
         on_delta: Callable[[Delta], None] | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Returns the answers to prompts, in their order; shows a progress bar once it takes over two seconds.
 
         `prompts` is a list of what `submit` takes, or just one of them; `params` are for all, or one for each. All
         prompts are checked before the first runs, and those for which the queue has no room wait. `on_delta` is called
         with each delta, in the caller's thread; if it raises, that request ends in `error`. Ctrl-C frees every slot;
-        `on_interrupt="return"` then returns the outputs so far, in which unfinished completions end in `abort`.
+        `on_interrupt="return"` then returns the outputs so far, in which unfinished completions end in `abort`. Raises
+        TypeError for an argument of another name, also for one of `SamplingParams`, which `params` takes.
         """
+        if unknown:
+            names = ", ".join(f"{name}=…" for name in unknown)
+            raise TypeError(f"Engine.generate takes no {names}: give sampling parameters as SamplingParams({names})")
         requests = self._requests(listed(prompts), params, truncate)
         failed = set()
         with progress("generating", sum(request.params.n for request in requests)) as advance:

@@ -30,14 +30,13 @@ import numpy as np
 from jaxtyping import UInt32
 
 from ling3.engine import grammar_bounds
+from ling3.engine.masks import WORD, words
 from ling3.engine.outputs import FinishReason
 from ling3.engine.plans import StepPlan
 from ling3.engine.structured import Choice, Grammar, JSONObject, JSONSchema, Regex, Structured
 from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
 from ling3.text.tokenizer import Tokenizer
 
-WORD = 32
-"""Tokens in one word of a mask, one bit each."""
 KEPT = 16
 """The most compiled grammars that an engine keeps."""
 SECONDS = 3
@@ -56,11 +55,6 @@ LIMITS = {
 """llguidance's limits for one grammar: about 20 ms to build its lexer and 15 ms for a mask, and 100 MB of states."""
 LONGEST_MESSAGE = 500
 """The most characters that our error messages quote from one of llguidance's."""
-
-
-def words(vocab: int) -> int:
-    """The number of 32-bit words in a mask over `vocab` tokens."""
-    return -(-vocab // WORD)
 
 
 class Constraint:

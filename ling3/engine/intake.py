@@ -18,8 +18,7 @@ from ling3.engine.runner import Runner
 from ling3.engine.sampling_params import SamplingParams, check_length, check_prompt, check_room
 from ling3.engine.settings import DECODE_STEPS, EngineSettings
 from ling3.engine.shapes import Shapes
-from ling3.engine.snapshot_checks import NONE_KEPT, SnapshotChecks, continued
-from ling3.engine.snapshots import Continued, Snapshot
+from ling3.engine.snapshots import NONE_KEPT, Continued, Snapshot, SnapshotChecks, continued
 from ling3.engine.speculation import Acceptance, Speculation
 from ling3.intervention import Intervention, sites
 from ling3.mesh.sharded import placement_of

@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from ling3.engine.grammars import WORD
+WORD = 32
+"""Tokens in one word of a mask, one bit each."""
+
+
+def words(vocab: int) -> int:
+    """The number of 32-bit words in a mask over `vocab` tokens."""
+    return -(-vocab // WORD)
 
 
 def masks_of_steps(

@@ -60,7 +60,7 @@ class Completion:
     """The seed of its random draws."""
     timings: Timings
     cached_tokens: int = 0
-    """Prompt tokens that were not computed for it, because a known prefix or a snapshot has them."""
+    """Prompt tokens that were not computed for it, as a known prefix, a snapshot or another completion has them."""
     snapshot: Snapshot | None = None
     """With `keep`, the snapshot that later requests can continue from; None after `abort` and `error`."""
     captured: Captured | None = dataclasses.field(default=None, compare=False)
@@ -167,7 +167,7 @@ class Stats:
     prompt_tokens: int
     """Prompt tokens that were computed."""
     cached_tokens: int
-    """Prompt tokens that were not computed, because known prefixes or snapshots have them."""
+    """Prompt tokens that were not computed, because known prefixes, snapshots or other completions have them."""
     output_tokens: int
     drafted_tokens: int
     """Tokens that speculation guessed."""

@@ -62,7 +62,8 @@ class SequenceMemory:
     first_page: int = 0
     """The block table's column of the first of `pages`: the pages before it were freed."""
     saved: Any = None
-    """Its states and pages on the host while it is preempted, or a snapshot that it will continue from."""
+    """Its states and pages on the host while it is preempted, or those that it will continue from: of a snapshot, or of
+    a sequence with the same prompt."""
     lock: Any = None
     """The lock on the known prefix that it uses."""
     looked_up: int | None = None
@@ -164,7 +165,7 @@ class TokenSequence:
     """Its guesses of the next tokens; None if it makes none."""
     times: Times = dataclasses.field(default_factory=Times)
     cached: int = 0
-    """Prompt tokens that were not computed for it, but taken from a known prefix or a snapshot."""
+    """Prompt tokens that were not computed for it, but taken from a known prefix, a snapshot or a like sequence."""
     prefilled: int = 0
     """Prompt tokens in the caches, counting those of calls in flight."""
     ahead: int = 0

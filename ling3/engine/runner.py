@@ -12,10 +12,10 @@ from jaxtyping import Array, Shaped
 
 from ling3.cache import CacheSpec, State, pages_of, slots_of
 from ling3.engine.adapters import ServedAdapters
-from ling3.engine.batches import adapters_of
+from ling3.engine.calls import adapters_of
 from ling3.engine.filters import Filter
 from ling3.engine.forward import Batch, Extension, Programs
-from ling3.engine.grammars import words
+from ling3.engine.masks import words
 from ling3.engine.pool import (
     PAGES_MOVED,
     Pool,
@@ -31,7 +31,7 @@ from ling3.engine.pool import (
 from ling3.engine.request import TokenSequence
 from ling3.engine.sampling import Adjustments, Choice, Sampling
 from ling3.engine.sampling_params import MAX_STOP_IDS, SamplingParams
-from ling3.engine.settings import DECODE_STEPS, CacheDtype
+from ling3.engine.settings import DECODE_STEPS
 from ling3.engine.shapes import Shapes
 from ling3.engine.snapshots import Snapshot
 from ling3.engine.verification import Drafts, Verified
@@ -49,28 +49,28 @@ COMPILED_AT_ONCE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The states and pages of a preempted sequence, on the host."""
+    """The states and pages of a sequence: of a preempted one on the host, or copied for others on the device."""
 
     states: tuple[State, ...]
     pages: tuple[tuple[Any, ...], ...]
 
 
 class Runner:
-    """Owns the pool. Methods dispatch work and return; reading their results waits for the device."""
+    """Owns the pool. Methods dispatch work and return; reading their results waits for the device.
 
-    adapters: ServedAdapters | None = None
-    """Adapters for requests that name one; calls of other requests run the programs of the model alone."""
+    `adapters` are for requests that name one; calls of other requests run the programs of the model alone.
+    """
 
     def __init__(
         self,
         model: CausalLM,
         shapes: Shapes,
         execution: Execution | None = None,
-        cache: CacheDtype = "auto",
         programs: Programs | None = None,
         filters: tuple[Filter, ...] = (),
+        adapters: ServedAdapters | None = None,
     ):
-        self.model, self.shapes, self.filters = model, shapes, filters
+        self.model, self.shapes, self.filters, self.adapters = model, shapes, filters, adapters
         placement = placement_of(model)
         self._put: Callable[[Any], Any] = jax.device_put if placement is None else placement.everywhere
         # To the host and back; on a mesh each process copies its devices' shards.
@@ -79,7 +79,6 @@ class Runner:
         self.forward = Programs() if programs is None else programs
         self.execution = Execution.default() if execution is None else execution
         self.compile_seconds = 0.0  # spent in `warmup`
-        self.dtype, self.packed = cache_dtype(model, cache), cache == "packed"
         self.updates = 0  # of the weights
         self.reset()
 
@@ -94,7 +93,8 @@ class Runner:
         shapes = self.shapes
         rows = [(SamplingParams(), 0, 0, ())] * shapes.slots
         sampling = self._sampling(rows, self._adjustments(shapes.slots))
-        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, self.dtype, self.packed, self._mtp)
+        dtype, packed = cache_dtype(self.model, shapes.cache_dtype), shapes.cache_dtype == "packed"
+        spec = CacheSpec(shapes.slots, shapes.pages, shapes.page_size, dtype, packed, self._mtp)
         self.pool = Pool.empty(self.model, sampling, spec)
         self._unadjusted = self._adjustments(1)
         self._fresh = jax.tree.map(lambda x: self._zeros(x, 1), slots_of(self.pool.layers))
@@ -123,6 +123,13 @@ class Runner:
     def state_of(self, sequence: TokenSequence) -> State:
         """A copy, on the device, of the state that a sequence holds outside its pages."""
         return swap_out(self._int(sequence.memory.slot), self.pool)
+
+    def copied(self, sequence: TokenSequence) -> Saved | None:
+        """Copies the states and pages of a sequence on the device; None if its memory is not all in this pool."""
+        if placement_of(self.model) is not None or not self.forward.snapshots or self.shapes.window is not None:
+            return None
+        used = self._moves(sequence.memory.pages[: self._used(sequence)])
+        return Saved(self.state_of(sequence), tuple(read_pages(pages, self.pool) for pages in used))
 
     def swap_out(self, sequence: TokenSequence) -> Saved:
         """Copies the states and pages of a sequence to the host; waits for the device."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from ling3.engine.memory import Footprint
-from ling3.engine.settings import MAX_PAGES, EngineSettings
+from ling3.engine.settings import MAX_PAGES, CacheDtype, EngineSettings
 from ling3.engine.speculation import check_drafts, fitting
 from ling3.execution import Execution
 from ling3.model import CausalLM
@@ -67,6 +67,8 @@ class Shapes:
     """Groups of devices, each with its own part of the slots and pages, and its own rows of a call."""
     drafts: DraftShapes | None = None
     """The sizes of calls with drafts; None without speculation."""
+    cache_dtype: CacheDtype = "auto"
+    """The dtype of the caches, as in the settings."""
 
     @property
     def step(self) -> int:
@@ -132,6 +134,7 @@ def settle(settings: EngineSettings, model: CausalLM, execution: Execution) -> t
         grid=grid,
         groups=groups,
         drafts=drafts,
+        cache_dtype=settings.cache_dtype,
     )
 
 

@@ -1,5 +1,6 @@
 """Extracts the answer from a text: its last number, or its last choice. Numbers are exact fractions, never floats."""
 
+import decimal
 import math
 import re
 import unicodedata
@@ -10,6 +11,8 @@ LETTERS = "ABCDEFGHIJ"
 """The choices of MMLU-Pro."""
 MOST_DIGITS = 1000
 """Longer runs of digits are not numbers: the model repeats itself."""
+MOST_PLACES = 10 * MOST_DIGITS
+"""More digits than a decimal has whose numerator and denominator are numbers of a text."""
 MOST_BOXES = 16
 """The most boxes that are read, from the last one back."""
 
@@ -138,17 +141,12 @@ def _spelled(match: re.Match[str]) -> str:
 
 def numeral(value: Fraction) -> str:
     """The canonical spelling: a decimal such as `1234.5` if it terminates, else a fraction such as `1/3`."""
-    denominator, twos, fives = value.denominator, 0, 0
-    while denominator % 2 == 0:
-        denominator, twos = denominator // 2, twos + 1
-    while denominator % 5 == 0:
-        denominator, fives = denominator // 5, fives + 1
-    if denominator != 1:
-        return str(value)
-    places = max(twos, fives)
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    sign, point = "-" if value < 0 else "", len(digits) - places
-    return f"{sign}{digits[:point]}.{digits[point:]}" if places else f"{sign}{digits}"
+    with decimal.localcontext() as exact:
+        exact.prec, exact.traps[decimal.Inexact] = MOST_PLACES, True
+        try:
+            return f"{decimal.Decimal(value.numerator) / value.denominator:f}"
+        except decimal.Inexact:
+            return str(value)
 
 
 def number(text: str) -> str | None:

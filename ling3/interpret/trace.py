@@ -71,19 +71,16 @@ class LayerTrace(eqx.Module):
     @property
     def attention_norm(self) -> Float[Array, "batch seq"]:
         """The Euclidean norm of `attended`, for each token."""
-        """The Euclidean norm of each token's `attended`."""
         return _norm(self.attended)
 
     @property
     def mlp_norm(self) -> Float[Array, "batch seq"]:
         """The Euclidean norm of `added`, for each token."""
-        """The Euclidean norm of each token's `added`."""
         return _norm(self.added)
 
     @property
     def residual_norm(self) -> Float[Array, "batch seq"]:
         """The Euclidean norm of `residual`, for each token, over all streams together."""
-        """The Euclidean norm of each token's `residual`, over all streams together."""
         return _norm(self.residual)
 
 

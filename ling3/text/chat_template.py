@@ -1,4 +1,9 @@
-"""Renders a checkpoint's chat template: messages in, the prompt's text out.
+"""A checkpoint's chat templates, one or several by name, and how one is rendered: messages in, the prompt's text out.
+
+`chat_template.jinja` is the template named `default`, and each file in `additional_chat_templates/` is one of its name.
+If there is no such file, `chat_template` in `tokenizer_config.json` is the template or a list of named ones; if that is
+missing too, the same field in `chat_template.json` is. transformers 5 reads the same except the last, and chooses the
+same template for a conversation (tests/parity/test_template_files.py).
 
 Templates are untrusted programs, so they run in a process with limits (`template_worker.py`), which is killed when one
 takes too much time or memory. Memory is bounded on Linux only; on macOS and Windows only time is. Within the bounds,
@@ -12,8 +17,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ling3.runtime import regular_file
 from ling3.runtime.limited_process import LimitedProcess, LimitExceeded
-from ling3.runtime.quoting import QuotingError
+from ling3.runtime.quoting import QuotingError, shown
+from ling3.text.added_tokens import SETTINGS
+from ling3.text.tokenizer_file import TokenizerError, read_object
 
 # The longest published template is about 20,000 characters long.
 LONGEST_TEMPLATE = 65_536
@@ -114,3 +122,62 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ValueError(f"{where}: a {type(value).__name__}, where a plain JSON value was expected")
+
+
+TEMPLATE, LEGACY = "chat_template.jinja", "chat_template.json"
+NAMED = "additional_chat_templates"
+FILES = (TEMPLATE, LEGACY, f"{NAMED}/*.jinja")
+DEFAULT, TOOLS = "default", "tool_use"
+MOST_TEMPLATES = 32
+
+
+def chat_templates(directory: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, ChatTemplate]:
+    """The templates of a checkpoint by name; `settings` are the fields of `tokenizer_config.json`."""
+    files = {DEFAULT: directory / TEMPLATE} if (directory / TEMPLATE).exists() else {}
+    files |= {path.stem: path for path in sorted((directory / NAMED).glob("*.jinja"))}
+    if files:
+        _check_count(len(files), str(directory / NAMED))
+        return {name: ChatTemplate(_text(path), str(path)) for name, path in files.items()}
+    source, value = directory / SETTINGS, settings.get("chat_template")
+    if value is None:
+        source = directory / LEGACY
+        value = read_object(source).get("chat_template")
+    if value is None:
+        return {}
+    where = f"{source}: chat_template"
+    if isinstance(value, str):
+        return {DEFAULT: ChatTemplate(value, where)}
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        value = {item.get("name"): item.get("template") for item in value}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+        expected = "a string or a list of {'name', 'template'}"
+        raise TokenizerError(f"{where} is {shown(value)}, where {expected} was expected")
+    _check_count(len(value), where)
+    return {name: ChatTemplate(text, f"{where}, {name}") for name, text in value.items()}
+
+
+def chosen_template(templates: Mapping[str, ChatTemplate], tools: object) -> ChatTemplate:
+    """The template for a conversation: `tool_use` if there are `tools` and it exists, else `default`.
+
+    Raises ValueError if the checkpoint has no template `default`.
+    """
+    if tools is not None and TOOLS in templates:
+        return templates[TOOLS]
+    if DEFAULT not in templates:
+        raise ValueError(f"the chat templates are {', '.join(templates)}, and none is the {DEFAULT} one")
+    return templates[DEFAULT]
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        # UTF-8 has at most four bytes for a character.
+        return regular_file.read(path, 4 * LONGEST_TEMPLATE).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: not UTF-8 ({error})") from error
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _check_count(count: int, where: str) -> None:
+    if not 1 <= count <= MOST_TEMPLATES:
+        raise TokenizerError(f"{where}: {count} templates, where 1 to {MOST_TEMPLATES} were expected")

@@ -148,7 +148,7 @@ class StopStrings:
         if found:
             (_, begin, self.stopped), self._held = min(found), ""
             return text[:begin]
-        held = max((self._beginning(text, stop) for stop in self._stops), default=0)
+        held = max((beginning(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -157,7 +157,7 @@ class StopStrings:
         rest, self._held = self._held, ""
         return rest
 
-    @staticmethod
-    def _beginning(text: str, stop: str) -> int:
-        """The number of characters at the end of `text` with which `stop` begins."""
-        return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+def beginning(text: str, tag: str) -> int:
+    """The number of characters at the end of `text` with which `tag` begins."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

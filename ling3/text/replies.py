@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from ling3.text import tool_calls
 from ling3.text.custom_inputs import CustomInput
+from ling3.text.detokenizer import beginning
 from ling3.text.tokenizer import Tokenizer
-from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, Said, ToolForm, beginning
+from ling3.text.tool_calls import CALL_START, PYTHON_TAG, CallReader, Malformed, Said, ToolForm
 
 THINK_START, THINK_END = "<think>", "</think>"
 CALL_TAGS = (

@@ -8,17 +8,15 @@ from typing import Any, Literal, overload
 
 from ling3.checkpoint import hub
 from ling3.runtime.quoting import named, shown
-from ling3.text import added_tokens, template_files, tiktoken_file
-from ling3.text.byte_fallback import ByteFallback
+from ling3.text import added_tokens, chat_template, tiktoken_file
+from ling3.text.byte_fallback import ByteFallback, TokenBytes
 from ling3.text.chat_template import ChatTemplate
 from ling3.text.detokenizer import StreamDecoder
-from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer_file import Reported, TokenizerError, read, read_object
-from ling3.text.tool_calls import ToolForm
-from ling3.text.tool_forms import tool_form
+from ling3.text.tool_calls import ToolForm, tool_form
 
 VOCABULARY, MODEL, GENERATION = "tokenizer.json", "config.json", "generation_config.json"
-PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *template_files.FILES)
+PATTERNS = (VOCABULARY, tiktoken_file.VOCABULARY, MODEL, GENERATION, *added_tokens.FILES, *chat_template.FILES)
 
 
 MOST_ROWS = 2**31
@@ -46,7 +44,7 @@ class Tokenizer:
             backend = read(directory / VOCABULARY)
         self.special_tokens = added_tokens.add(backend, settings, directory, rows)
         self.backend = added_tokens.without_token(backend, self.special_tokens.get("pad_token", ""), rows)
-        self.chat_templates = template_files.chat_templates(directory, settings)
+        self.chat_templates = chat_template.chat_templates(directory, settings)
         ends = [
             *_ids(model, "eos_token_id", directory / MODEL),
             *_ids(generation, "eos_token_id", directory / GENERATION),
@@ -54,11 +52,11 @@ class Tokenizer:
         ]
         pads = [
             *self._id_of("pad_token"),
-            *_ids(generation, "pad_token_id", directory / GENERATION, least=-1),
-            *_ids(model, "pad_token_id", directory / MODEL, least=-1),
+            *_ids(generation, "pad_token_id", directory / GENERATION),
+            *_ids(model, "pad_token_id", directory / MODEL),
         ]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(ends)))
-        self.pad_token_id: int | None = next((pad for pad in pads if pad >= 0), None)
+        self.pad_token_id: int | None = next(iter(pads), None)
 
     @property
     def name(self) -> str:
@@ -72,7 +70,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The default template, for a conversation without tools; None if the checkpoint has none."""
-        return self.chat_templates.get(template_files.DEFAULT)
+        return self.chat_templates.get(chat_template.DEFAULT)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -168,9 +166,9 @@ class Tokenizer:
         Raises ValueError for malformed messages, or if the checkpoint has no such chat template.
         """
         if not self.chat_templates:
-            places = f"{template_files.TEMPLATE} or {added_tokens.SETTINGS}"
+            places = f"{chat_template.TEMPLATE} or {added_tokens.SETTINGS}"
             raise ValueError(f"{self.name} has no chat template (in {places}): use plain text")
-        text = template_files.chosen_template(self.chat_templates, variables.get("tools")).render(
+        text = chat_template.chosen_template(self.chat_templates, variables.get("tools")).render(
             messages, add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **variables}
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
@@ -230,12 +228,12 @@ def _rows(model: Mapping[str, Any]) -> int:
     return rows if type(rows) is int and rows > 0 else MOST_ROWS
 
 
-def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path, least: int = 0) -> list[int]:
+def _ids(fields: Mapping[str, Any], name: str, path: pathlib.Path) -> list[int]:
     value = fields.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if name == "pad_token_id":  # -1 means no padding token in published files
         ids = [token for token in ids if type(token) is not int or token >= 0]
     for token in ids:
-        if type(token) is not int or token < least:
+        if type(token) is not int or token < 0:
             raise TokenizerError(f"{path}: {name} is {shown(value)}, where an id or a list of ids was expected")
     return ids

@@ -10,9 +10,10 @@ Both forms in tags are read, whichever the model is expected to write.
 import contextlib
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
+from ling3.text.detokenizer import beginning
 from ling3.text.json_text import StrictJSON, dumped, in_string, loaded, strict
 
 ToolForm = Literal["tags", "json", "bare"]
@@ -346,6 +347,29 @@ def _escaped(text: str) -> str:
     return dumped(text)[1:-1]
 
 
-def beginning(text: str, tag: str) -> int:
-    """The number of characters at the end of `text` with which `tag` begins."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+PROBE = "probe_tool"
+CALL = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"key": "value"}}}
+CONVERSATION = (
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "result", "tool_call_id": CALL["id"], "name": PROBE},
+)
+SHOWN = {"type": "function", "function": {"name": PROBE, "description": "A tool.", "parameters": {"type": "object"}}}
+WRITTEN: dict[ToolForm, str] = {
+    "tags": rf"{CALL_START}\s*{PROBE}\s*{KEY}key{KEY_END}\s*{VALUE}value{VALUE_END}\s*{CALL_END}",
+    "json": rf'{CALL_START}\s*{{"name": ?"{PROBE}", ?"arguments": ?{{"key": ?"value"}}}}\s*{CALL_END}',
+    "bare": rf'{{"name": ?"{PROBE}", ?"parameters": ?{{"key": ?"value"}}}}',
+}
+
+
+def tool_form(render: Callable[..., str]) -> ToolForm | None:
+    """The form in which a chat template writes tool calls; None if it shows no tools, or uses another form.
+
+    `render` takes messages and `tools`, as `ChatTemplate.render` does; if it raises ValueError, the form is None.
+    """
+    try:
+        shown, written = (render(messages, tools=[SHOWN]) for messages in (CONVERSATION[:1], CONVERSATION))
+    except ValueError:
+        return None
+    forms: list[ToolForm] = [form for form, pattern in WRITTEN.items() if re.search(pattern, written)]
+    return forms[0] if forms and PROBE in shown else None

@@ -165,6 +165,22 @@ def test_a_fault_of_the_engine_is_an_error_and_the_conversation_goes_on(engine, 
     assert said(conversation, QUESTION) == ANSWER
 
 
+def test_a_part_of_an_answer_is_not_kept_after_a_fault(directory, monkeypatch):
+    tokenizer = load_tokenizer(directory)
+    engine = ScriptedEngine(Script(("one two",)), None, tokenizer, EngineSettings(max_model_len=512))
+    engine.warmup()
+    conversation, stream = Conversation(engine, tokenizer, SamplingParams(max_tokens=99)), engine.stream
+
+    def broken(*args, **how):
+        yield next(delta for delta in stream(*args, **how) if delta.text)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(engine, "stream", broken)
+    with pytest.raises(Unanswered, match="RESOURCE_EXHAUSTED"):
+        said(conversation, "1 + 1?")
+    assert conversation.turns == []
+
+
 def test_thoughts_do_not_stay_in_the_conversation(directory):
     tokenizer = load_tokenizer(directory)
     script = Script(("<think>one and one</think>\n\n2",))

@@ -45,6 +45,11 @@ def test_prompts_come_as_text_ids_or_chat(served):
     assert served.generate([], GREEDY) == []
 
 
+def test_a_sampling_parameter_by_its_name_is_told_where_it_belongs(served):
+    with pytest.raises(TypeError, match=r"no max_tokens=…: give sampling parameters as SamplingParams\(max_tokens=…\)"):
+        served.generate(["hello"], max_tokens=5)
+
+
 # Seeds and completions
 
 
@@ -59,7 +64,10 @@ def test_a_seed_that_was_drawn_is_reported_and_repeats_the_text(served):
 
 def test_n_completions_have_seeds_in_a_row(served):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=40, n=6, ignore_eos=True, logprobs=2)
+    before = served.stats()
     (output,) = served.generate([PROMPTS[0]], params)
+    assert served.stats().prefill_calls == before.prefill_calls + 1
+    assert [c.cached_tokens for c in output.outputs] == [0] + [len(PROMPTS[0]) - 1] * 5
     assert [c.index for c in output.outputs] == list(range(6))
     assert [c.seed for c in output.outputs] == list(range(40, 46))
     assert len({tuple(c.token_ids) for c in output.outputs}) == 6

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 
 import equinox as eqx
 import jax
@@ -247,6 +248,22 @@ def test_a_layer_that_is_mostly_wrong_is_checked_ever_less():
     assert predicted_turns(3) == [True] * 300
     wrong = predicted_turns(0)
     assert all(wrong[:2]) and 1 <= sum(wrong[100:]) <= 8
+
+
+def test_a_layer_that_does_not_pay_is_tried_again_once_in_many_turns():
+    """In turns that begin while calls are in flight: the sequences wait for these only in a turn that tries."""
+    calls = dataclasses.replace(CALLS, drafts=dataclasses.replace(CALLS.drafts, mtp=True))
+    speculator, speculation, tried = Speculator(calls, alike=True), Speculation("mtp", 3, 15, 96), []
+    running = [types.SimpleNamespace(speculation=speculation, decoding=True, left=9, synchronous=False, ahead=4)]
+    for _ in range(20):
+        speculation.learn(3, 0, 1, (0, ()))
+    for turn in range(100):
+        if speculator.begin(running):
+            speculation.guess([0] * 50, 9)
+            assert speculator.choose([speculation]) and speculation.depth > 0
+            speculation.learn(3, 0, 1, (0, ()))
+            tried.append(turn)
+    assert tried == [32, 65, 98]
 
 
 def test_passes_that_cannot_pay_are_not_made():

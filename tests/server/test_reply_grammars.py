@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 from tool_templates import TEMPLATES, tokenizer
 
-from ling3.engine.grammars import WORD, Grammars
+from ling3.engine.grammars import Grammars
+from ling3.engine.masks import WORD
 from ling3.engine.structured import Grammar, JSONSchema, Regex
 from ling3.server.custom_tools import Custom
 from ling3.server.reply_grammars import Callable, after_thinking, calls

@@ -17,8 +17,8 @@ from small_engine import CONFIG, SETTINGS, tokenizer
 
 from ling3.engine.forward import Extension
 from ling3.engine.front import Front
-from ling3.engine.grammars import WORD
 from ling3.engine.intake import Intake
+from ling3.engine.masks import WORD
 from ling3.engine.runner import Runner
 from ling3.engine.sampling import Choice
 from ling3.engine.sampling_params import MAX_LOGPROBS
@@ -79,7 +79,7 @@ class ScriptedRunner(Runner):
     """A runner whose next token is `rule(tokens so far, seed)`; each call takes `pace` seconds."""
 
     def __init__(self, shapes: Shapes, rule: Rule = by_hash, pace: float = 0.0):
-        self.shapes, self.rule, self.pace, self.compile_seconds = shapes, rule, pace, 0.0
+        self.shapes, self.rule, self.pace, self.compile_seconds, self.adapters = shapes, rule, pace, 0.0, None
         self.model = types.SimpleNamespace(parameters=0)
         self.calls: list[tuple[str, list[int]]] = []  # each call's program, and how many tokens are put in or planned
         self.reset()
@@ -110,6 +110,9 @@ class ScriptedRunner(Runner):
     def swap_out(self, sequence):
         used = sequence.memory.pages[: -(-sequence.held // self.shapes.page_size)]
         return Saved(self.slots[sequence.memory.slot].state.copy(), self.pages[used])
+
+    def copied(self, sequence):
+        return self.swap_out(sequence)
 
     def state_of(self, sequence):
         return self.slots[sequence.memory.slot].state.copy()

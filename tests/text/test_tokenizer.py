@@ -5,8 +5,8 @@ import pytest
 import tokenizers
 
 from ling3.text import tokenizer_file
+from ling3.text.byte_fallback import TokenBytes
 from ling3.text.chat_template import ChatTemplateError
-from ling3.text.token_bytes import TokenBytes
 from ling3.text.tokenizer import TokenizerError, load_tokenizer
 from ling3.train.tokenizer import train_tokenizer, write_tokenizer
 

@@ -70,8 +70,6 @@ def ffn_worker_batching(
     `expert_num` counts this card's experts of all layers. `max_out_shape` is (A, BS, K1, H): upper bounds for the
     area's sizes, whose product Y is the number of output rows, and the hidden size. With need_schedule = 1
     `ffn_worker_scheduler` runs first; otherwise the area is returned unchanged. Keywords are static.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     window = checked(area, FfnArea, "area")
     expert_num = limits.integer("expert_num", expert_num, 1, limits.EXPERTS)
@@ -95,8 +93,6 @@ def ffn_worker_scheduler(area: FfnArea, sync_group_size: int | None = None) -> F
     polling_index stays. Each message (a, m) that is taken, in the order of a, becomes the next entry of layer_ids,
     session_ids, micro_batch_ids and expert_ids; in the window its expert ids become EMPTY and its flag 0. `out_num` is
     the number of messages taken, 0 if none is complete: the function does not wait.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     area = checked(area, FfnArea, "area")
     sessions = area.token_data.shape[0]

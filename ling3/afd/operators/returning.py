@@ -25,8 +25,6 @@ def ffn_to_attention(attn: AttentionArea, x: jax.Array, out: FfnBatch, *, sessio
     `x` [Y, H], of any floating dtype, has the experts' outputs for the rows of `out`. j runs over the rows below
     `actual_token_num` whose session id is `session_id`; m, t and k are row j's micro_batch_ids, token_ids and
     topk_slots. Rows with indices outside the window are dropped.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     attn = checked(attn, AttentionArea, "attn")
     x = limits.array("x", x, None, ("Y", "H"))
@@ -48,8 +46,6 @@ def attention_worker_scheduler(attn: AttentionArea) -> tuple[AttentionArea, jax.
     """Takes the next micro-batch, m = (micro_batch_id+1) % M, if complete; returns the area and whether it was.
 
     It is complete if all its BS·K1 flags are 1. Then they become 0 and micro_batch_id becomes m.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     return _completed_next(checked(attn, AttentionArea, "attn"))
 
@@ -72,8 +68,6 @@ def attention_worker_combine(
     order of the slots with each product rounded, and then cast to `dtype`. With need_schedule = 1 the scheduler
     runs first; if nothing is complete, y is 0, and layer_id and the area are unchanged. A CPU flushes numbers below
     2^-126 to 0.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     attn = checked(attn, AttentionArea, "attn")
     _, tokens, slots, _ = attn.token_data.shape

@@ -60,8 +60,6 @@ def attention_to_ffn(
     that as its scale and q = 0. A CPU flushes numbers below 2^-126 to 0.
 
     The True values of `active_mask`, bool [BS], must come first; None means that all tokens are active.
-
-    Raises ValueError, naming the argument or field, for anything outside of the limits.
     """
     area = checked(area, FfnArea, "area")
     sessions, micro_batches, tokens, slots, _ = area.token_data.shape
