@@ -106,7 +106,7 @@ class TextLoss(eqx.Module):
     recompute: bool = eqx.field(static=True)
 
     def __call__(self, trained: Any, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
-        """The loss of the next token, in nats. Of multi-token prediction, which is trained too, it has the gradient."""
+        """The loss of the next token, in nats, to whose gradient that of multi-token prediction is added."""
         model = trained if self.base is None else with_adapter(self.base, trained)
         model = recomputed(model) if self.recompute else model
         loss = summed_loss(model, batch, execution) / self.total
@@ -183,30 +183,29 @@ def finetune(
     return FineTuned(tuned, adapter, run.log)
 
 
+@dataclasses.dataclass
 class _Run:
     """One fine-tuning: the model, the texts, the log, and the state on disk."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        texts: Sequence[TrainingText],
-        held_out: Sequence[TrainingText],
-        settings: FineTuning,
-        fsdp: Fsdp | None,
-        target: pathlib.Path | None,
-    ):
-        self.model, self.texts, self.held_out, self.settings, self.fsdp = model, texts, held_out, settings, fsdp
-        self.target, self.devices, self.log = target, 1 if fsdp is None else fsdp.devices, []
+    model: CausalLM
+    texts: Sequence[TrainingText]
+    held_out: Sequence[TrainingText]
+    settings: FineTuning
+    fsdp: Fsdp | None
+    target: pathlib.Path | None
+
+    def __post_init__(self) -> None:
+        self.devices, self.log = 1 if self.fsdp is None else self.fsdp.devices, []
         facts = {
-            **{name: value for name, value in vars(settings).items() if name != "save_every"},
-            "texts": fingerprint(texts),
-            "held-out texts": fingerprint(held_out),
-            "the model's weights": hashlib.sha256(repr(checksums(model)).encode()).hexdigest(),
-            "the model's config": repr(model.config),
+            **{name: value for name, value in vars(self.settings).items() if name != "save_every"},
+            "texts": fingerprint(self.texts),
+            "held-out texts": fingerprint(self.held_out),
+            "the model's weights": hashlib.sha256(repr(checksums(self.model)).encode()).hexdigest(),
+            "the model's config": repr(self.model.config),
             "devices": self.devices,
         }
-        self.saved = SavedState(pathlib.Path() if target is None else target / replacing.TRAINING, facts)
-        self.optimization = settings.optimization(len(texts))
+        self.saved = SavedState(pathlib.Path() if self.target is None else self.target / replacing.TRAINING, facts)
+        self.optimization = self.settings.optimization(len(self.texts))
 
     def train(self) -> Learner:
         """Takes the steps that are left."""

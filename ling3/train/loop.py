@@ -106,6 +106,11 @@ class Optimization:
         return optax.partition({"weight": self.descent(), "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
 
+def adam(rate: float, clip: float) -> optax.GradientTransformation:
+    """Adam at the same rate in each step, after clipping the gradient's norm."""
+    return optax.chain(optax.clip_by_global_norm(clip), optax.adam(rate))
+
+
 def _inner_matrices(weights: PyTree) -> PyTree:
     """Muon's axes [out, in] for matrices inside layers; None for embeddings, the head, convolutions and vectors."""
 

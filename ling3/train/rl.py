@@ -26,7 +26,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float32, Float64, PyTree
 
 from ling3.engine.outputs import Completion
@@ -36,7 +35,7 @@ from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.score import score
 from ling3.serve import Engine
-from ling3.train.loop import Learner, update
+from ling3.train.loop import Learner, adam, update
 
 _updated = eqx.filter_jit(update)  # donates nothing: the engine has the weights too
 
@@ -145,10 +144,9 @@ def grpo(
     `report` gets the record of each batch, and the model after it. Raises ValueError if `tasks` runs out, if an answer
     ends in an error and if a reward is not finite; FloatingPointError if a gradient is not.
     """
-    adam = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), optax.adam(settings.learning_rate))
     start, stream, points, begin = model, iter(tasks), [], (time.monotonic(), time.process_time())
     weights, fixed = eqx.partition(model, _trained(model))
-    learner = Learner.first(weights, adam)
+    learner = Learner.first(weights, adam(settings.learning_rate, settings.gradient_norm))
     how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
     with progress("learning (the first step compiles)", settings.steps) as advance:
         for step in range(settings.steps):
