@@ -116,6 +116,58 @@ def load_transformers(directory: str) -> dict[str, Any]:
     }
 
 
+def train_ling3(argument: str) -> dict[str, Any]:
+    """Fine-tunes an adapter with ling3; `argument` is a JSON object with what `benchmarks.cases.training` gives."""
+    import jax.numpy as jnp  # noqa: PLC0415
+
+    import ling3  # noqa: PLC0415
+    from ling3 import train  # noqa: PLC0415
+
+    given = json.loads(argument)
+    before, model = _peak(), ling3.load(given["model"], dtype=jnp.dtype(given["dtype"]))
+    texts = [train.TrainingText(tuple(row), (False, *[True] * (len(row) - 1))) for row in given["rows"]]
+    how = {"lora": given["rank"], "targets": tuple(given["targets"]), "steps": given["steps"], "warmup": 0}
+    settings = train.FineTuning(batch=len(texts), tokens=given["tokens"], **how)
+    log = train.finetune(model, texts, None, settings).log
+    seconds = (log[-1]["seconds"] - log[0]["seconds"]) / (len(log) - 1)
+    return {"losses": [p["loss"] for p in log], "seconds": seconds, "peak_bytes": _peak(), "before_bytes": before}
+
+
+def train_peft(argument: str) -> dict[str, Any]:
+    """Does the same as `train_ling3` with transformers and PEFT, from the same first adapter."""
+    import peft  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    given, steps = json.loads(argument), []
+    torch.set_num_threads(os.cpu_count() or 1)
+    transformers.utils.logging.disable_progress_bar()
+    before = _peak()
+    base = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=getattr(torch, given["dtype"]))
+    model: Any = peft.PeftModel.from_pretrained(base, given["adapter"], is_trainable=True)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, given["steps"])
+    rows = torch.tensor(given["rows"])
+    passes = rows.split(max(1, given["tokens"] // rows.shape[1]))
+    for _ in range(given["steps"]):
+        optimizer.zero_grad()
+        loss = 0.0
+        for batch in passes:
+            part = model(batch, labels=batch, use_cache=False).loss * len(batch) / len(rows)
+            part.backward()
+            loss += part.item()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        steps.append((loss, time.perf_counter()))
+    seconds = (steps[-1][1] - steps[0][1]) / (len(steps) - 1)
+    return {"losses": [loss for loss, _ in steps], "seconds": seconds, "peak_bytes": _peak(), "before_bytes": before}
+
+
 def compile_program(which: str) -> dict[str, Any]:
     """Traces and compiles one of the engine's programs for the whole Ling-3.0-tiny, from shapes alone."""
     scale, program = which.split(":")
@@ -160,6 +212,8 @@ ACTIONS = {
     "load-ling3": load_ling3,
     "load-stored": load_stored,
     "load-transformers": load_transformers,
+    "train-ling3": train_ling3,
+    "train-peft": train_peft,
     "read": read,
     "compile": compile_program,
     "import": import_package,

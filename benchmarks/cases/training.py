@@ -1,12 +1,12 @@
 """Fine-tuning a LoRA adapter beside transformers with PEFT: SmolLM2-135M's shapes, float32, layers recomputed in both.
 
-A measurement is the mean time of the steps after the first, which compiles. The oracle is PEFT's loss of each step.
+Each measurement is a fresh process of three steps: the time of those after the first, which compiles, or the peak of
+its resident memory, with interpreter, libraries, weights and compilation. The oracle is PEFT's loss of each step.
 """
 
 import importlib.util
-import itertools
-import time
-import warnings
+import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ling3
+from benchmarks.fresh import ask
 from benchmarks.models import DENSE_TOY, SMOLLM2, checkpoint, prompts
+from benchmarks.oracles import is_peer
 from benchmarks.registry import Absent, Setting, Side, Trial, Wrong, case
-from benchmarks.transformers_peer import Peer
-from ling3 import train
+from ling3.checkpoint.adapters import save_adapter
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ROWS, STEPS = 16, 2, 3
@@ -25,84 +26,54 @@ CLOSE = 1e-3
 """The largest difference of losses near 10 nats: fp32 both ways, in other orders, through 30 layers."""
 
 
-class Pair:
-    """ling3 and PEFT with the same weights, the same first adapter, and the same texts, all of them learnt."""
+@case("training/lora-135m", "How long does a LoRA step take, beside transformers with PEFT?", wanted=1.2, rounds=3)
+def lora(setting: Setting) -> Trial:
+    """A step of an adapter of rank 16 on all matrices of the layers."""
+    return _trial(setting, "ms", lambda found: 1e3 * found["seconds"])
 
-    def __init__(self, setting: Setting):
-        self.config = setting.size(full=SMOLLM2, toy=DENSE_TOY)
-        directory = checkpoint(self.config, setting.scratch)
-        self.model = ling3.load(directory, dtype=jnp.float32)
-        self.rows = prompts(self.config, ROWS, setting.size(full=256, toy=32))
-        tokens = ROWS * len(self.rows[0])
-        how = {"lora": RANK, "targets": TARGETS, "steps": STEPS, "batch": ROWS, "tokens": tokens, "warmup": 0}
-        self.settings = train.FineTuning(**how)
-        self.adapter = ling3.new_adapter(self.model, rank=RANK, key=jax.random.key(0), targets=TARGETS)
-        self.peer = Peer(directory)
 
-    def ours(self) -> tuple[list[float], float]:
-        """The loss of each step, and the milliseconds of a step after the first."""
-        learnt = (False, *itertools.repeat(True, len(self.rows[0]) - 1))
-        log = train.finetune(
-            self.model, [train.TrainingText(tuple(row), learnt) for row in self.rows], None, self.settings
-        ).log
-        return [point["loss"] for point in log], 1e3 * (log[-1]["seconds"] - log[0]["seconds"]) / (STEPS - 1)
+@case("training/lora-135m-memory", "How much memory does it take, beside transformers with PEFT?", wanted=1.0, rounds=1)
+def memory(setting: Setting) -> Trial:
+    """The peak of the process's resident memory in such steps, in MB."""
+    return _trial(setting, "MB", lambda found: found["peak_bytes"] / 1e6)
 
-    def theirs(self) -> tuple[list[float], float]:
-        """The same of PEFT. Raises Absent without it."""
-        if importlib.util.find_spec("peft") is None:
+
+def _trial(setting: Setting, unit: str, value: Callable[[dict[str, Any]], float]) -> Trial:
+    given = setting.once("training", lambda: _given(setting))
+    tokens, kept = given["tokens"], {}
+
+    def run(action: str) -> dict[str, Any]:
+        if action == "train-peft" and importlib.util.find_spec("peft") is None:
             raise Absent("peft is not installed: pip install -e '.[parity]'")
-        import peft  # noqa: PLC0415 -- an extra
-        import transformers  # noqa: PLC0415 -- an extra
+        return ask(action, json.dumps(given))
 
-        torch = self.peer.torch
-        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-        with warnings.catch_warnings():  # PEFT 0.21 asks for attributes that transformers 5.23 has renamed
-            warnings.simplefilter("ignore", FutureWarning)
-            model: Any = peft.get_peft_model(self.peer.model, config)
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable()
-        for name, parameter in model.named_parameters():
-            module, _, side = name.removeprefix("base_model.model.").partition(".lora_")
-            if side.startswith("A."):
-                parameter.data.copy_(torch.tensor(np.asarray(self.adapter.modules[module].lora_A)))
-        model.train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0)
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, STEPS)
-        tokens, losses, begin = torch.tensor(self.rows), [], 0.0
-        for step in range(STEPS):
-            begin = time.perf_counter() if step == 1 else begin
-            optimizer.zero_grad()
-            loss = model(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        seconds = time.perf_counter() - begin
-        self.peer.model = model.unload()
-        return losses, 1e3 * seconds / (STEPS - 1)
-
-    def check(self) -> str:
-        """Compares the losses. Raises Wrong."""
-        off = float(np.abs(np.subtract(self.ours()[0], self.theirs()[0])).max())
+    def check() -> str:
+        """Compares the losses of a first measurement, which counts as that of the first round."""
+        kept.update({action: run(action) for action in ("train-ling3", "train-peft")})
+        off = float(np.abs(np.subtract(*(found["losses"] for found in kept.values()))).max())
         if off > CLOSE:
             raise Wrong(f"losses differ by {off:.1e} nats; at most {CLOSE:.0e} was allowed")
         return f"the losses of {STEPS} steps are PEFT's within {off:.0e} nats"
 
+    def measure(action: str) -> float:
+        return value(kept.pop(action, None) or run(action))
 
-@case(
-    "training/lora-135m",
-    "How long does a LoRA step take, beside transformers with PEFT?",
-    wanted=1.2,
-    rounds=3,
-)
-def lora(setting: Setting) -> Trial:
-    """A step of an adapter of rank 16 on all matrices of the layers."""
-    pair = Pair(setting)
     sides = [
-        Side("ling3", lambda: pair.ours()[1], pair.check),
-        Side("transformers and PEFT", lambda: pair.theirs()[1], lambda: "the oracle"),
+        Side("ling3", lambda: measure("train-ling3"), check),
+        Side("transformers and PEFT", lambda: measure("train-peft"), is_peer),
     ]
-    about = {"rank": RANK, "texts": ROWS}
-    return Trial(sides, tokens=ROWS * len(pair.rows[0]), about=about, warm=False)  # the check has run both sides
+    about = {"rank": RANK, "texts": ROWS, "tokens": tokens}
+    return Trial(sides, unit, tokens=tokens if unit == "ms" else None, about=about, warm=False)
+
+
+def _given(setting: Setting) -> dict[str, Any]:
+    """What both processes are given: a checkpoint, its first adapter in PEFT's layout, and the texts, all learnt."""
+    config = setting.size(full=SMOLLM2, toy=DENSE_TOY)
+    directory = checkpoint(config, setting.scratch)
+    adapter = setting.scratch / f"{directory.name}-adapter"
+    model = ling3.load(directory, dtype=jnp.float32)
+    save_adapter(ling3.new_adapter(model, rank=RANK, key=jax.random.key(0), targets=TARGETS), adapter, overwrite=True)
+    rows = [list(map(int, row)) for row in prompts(config, ROWS, setting.size(full=256, toy=32))]
+    paths = {"model": str(directory.absolute()), "adapter": str(adapter.absolute()), "dtype": "float32"}
+    how = {"rank": RANK, "targets": TARGETS, "steps": STEPS, "tokens": sum(map(len, rows))}
+    return {**paths, **how, "rows": rows}

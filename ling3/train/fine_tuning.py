@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree, Scalar
 
@@ -22,13 +21,12 @@ from ling3.checkpoint.adapters import save_adapter
 from ling3.checkpoint.safetensors_file import CheckpointError
 from ling3.checkpoint.saving import save
 from ling3.engine.origins import checksums
+from ling3.execution import Execution
 from ling3.formats.matrix import QuantizedMatrix
 from ling3.model import CausalLM
-from ling3.runtime.progress import progress
-from ling3.train.balance import balanced, plain
-from ling3.train.fsdp import DIVISIBLE, Fsdp
+from ling3.train.fsdp import Fsdp
 from ling3.train.learnt_loss import recomputed, summed_loss
-from ling3.train.loop import Batch, Optimization, first_state, mtp_loss
+from ling3.train.loop import Batch, Learner, Optimization, descend, loss_of, mtp_loss
 from ling3.train.loss_plot import draw_losses
 from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
 from ling3.train.packing import leak
@@ -98,77 +96,37 @@ class FineTuning:
         return Optimization(steps, "adamw", rate, warmup, part="all", **decay)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """A forward and backward pass: how the trained arrays make a model, and its loss."""
+class TextLoss(eqx.Module):
+    """The part of a batch in the mean loss of all learnt tokens of a step."""
 
-    recompute: bool
-    fsdp: Fsdp | None
+    base: CausalLM | None
+    """The model whose adapter is trained; None: all weights are."""
+    total: Float[Array, ""]
+    """The learnt tokens of the step."""
+    recompute: bool = eqx.field(static=True)
 
-    def loss(self, trained: PyTree, base: CausalLM | None, batch: Batch, total: Float[Array, ""]) -> Float[Scalar, ""]:
-        """The batch's part of the mean loss of `total` learnt tokens, and with it that of multi-token prediction."""
-        model, execution = trained if base is None else with_adapter(base, trained), None
-        if self.fsdp is not None:
-            model, execution = self.fsdp.gathering(model), DIVISIBLE
-        elif self.recompute:
-            model = recomputed(model)
-        loss = summed_loss(model, batch, execution) / total
-        if base is not None or not model.mtp:
+    def __call__(self, trained: Any, batch: Batch, execution: Execution | None = None) -> Float[Scalar, ""]:
+        """The loss of the next token, in nats, to whose gradient that of multi-token prediction is added."""
+        model = trained if self.base is None else with_adapter(self.base, trained)
+        model = recomputed(model) if self.recompute else model
+        loss = summed_loss(model, batch, execution) / self.total
+        if self.base is not None or not model.mtp:
             return loss
-        share = jnp.sum(batch.weights[:, 1:]) / total
+        share = jnp.sum(batch.weights[:, 1:]) / self.total
         ahead = share * mtp_loss(model, batch, execution)
-        # The layer learns, and the loss that is reported stays that of the next token.
         return loss + ahead - jax.lax.stop_gradient(ahead)
 
 
-def accumulate(
-    given: tuple[_Pass, PyTree, CausalLM | None, Batch, Float[Array, ""]], sums: tuple[Float[Array, ""], PyTree]
-) -> tuple[Float[Array, ""], PyTree]:
-    """The sums of losses and gradients, with those of one more micro-batch."""
-    forward, trained, base, batch, total = given
-    loss, gradient = eqx.filter_value_and_grad(forward.loss)(trained, base, batch, total)
-    gradient = gradient if forward.fsdp is None else forward.fsdp.settled(gradient)
-    return jax.tree.map(jnp.add, sums, (loss, gradient))
+_loss_of = eqx.filter_jit(loss_of)
 
 
-def update(
-    given: tuple[optax.GradientTransformation, Fsdp | None, PyTree], trained: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """The trained arrays and the optimizer's state after a step with a gradient."""
-    optimizer, fsdp, gradient = given
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = optimizer.update(gradient, state, eqx.filter(trained, eqx.is_inexact_array))
-    updated = eqx.apply_updates(trained, updates), state
-    return updated if fsdp is None else fsdp.settled(updated)
-
-
-_accumulated = eqx.filter_jit(accumulate, donate="all-except-first")
-_updated = eqx.filter_jit(update, donate="all-except-first")
-
-
-@eqx.filter_jit
-def _evaluated(
-    forward: _Pass, trained: PyTree, base: CausalLM | None, batch: Batch, total: Float[Array, ""]
-) -> Float[Array, ""]:
-    return forward.loss(trained, base, batch, total)
-
-
-def forward_pass(settings: FineTuning, fsdp: Fsdp | None = None) -> _Pass:
-    """The forward and backward pass by some settings, for `accumulate`."""
-    return _Pass(settings.recompute, fsdp)
-
-
-def start(
-    model: CausalLM, settings: FineTuning, texts: int, fsdp: Fsdp | None = None
-) -> tuple[Any, optax.GradientTransformation]:
-    """The arrays that are trained, an adapter or a copy of all weights, and their optimizer for a number of texts."""
+def first_learner(model: CausalLM, settings: FineTuning, texts: int, fsdp: Fsdp | None = None) -> Learner:
+    """The learner of an adapter or of all weights, for a number of texts."""
     optimization = settings.optimization(texts)
-    if settings.lora is not None:
-        key = jax.random.key(settings.seed)
-        how = {"alpha": settings.alpha, "targets": settings.targets}
-        return new_adapter(model, rank=settings.lora, key=key, **how), optimization.descent()
-    trained = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
-    return trained, optimization.transformation(trained)
+    if settings.lora is None:
+        return Learner.of_weights(model, optimization, fsdp)
+    key, how = jax.random.key(settings.seed), {"alpha": settings.alpha, "targets": settings.targets}
+    return Learner.first(new_adapter(model, rank=settings.lora, key=key, **how), optimization.descent())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,107 +174,80 @@ def finetune(
     if target is not None:
         check_target(target)
     run = _Run(model, texts, held_out, settings, None if mesh is None else Fsdp(mesh), target)
-    trained, log = run.train()
-    if isinstance(trained, Adapter):
-        found = FineTuned(with_adapter(model, trained), trained, log)
-    else:
-        found = FineTuned(dataclasses.replace(plain(trained), origin=model.origin), None, log)
+    learner = run.train()
+    adapter = None if settings.lora is None else learner.trained
+    tuned = learner.model(model) if adapter is None else with_adapter(model, adapter)
     if target is not None:
-        if found.adapter is not None:
-            save_adapter(found.adapter, target, overwrite=True)
-        else:
-            save(found.model, target, overwrite=True)
+        save(tuned, target, overwrite=True) if adapter is None else save_adapter(adapter, target, overwrite=True)
         run.saved.finish()
-    return found
+    return FineTuned(tuned, adapter, run.log)
 
 
+@dataclasses.dataclass
 class _Run:
-    """One fine-tuning: the model, the texts, and the state on disk."""
+    """One fine-tuning: the model, the texts, the log, and the state on disk."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        texts: Sequence[TrainingText],
-        held_out: Sequence[TrainingText],
-        settings: FineTuning,
-        fsdp: Fsdp | None,
-        target: pathlib.Path | None,
-    ):
-        self.texts, self.held_out, self.settings, self.fsdp = texts, held_out, settings, fsdp
-        self.target, self.devices = target, 1 if fsdp is None else fsdp.devices
-        self.optimization = settings.optimization(len(texts))
-        self.forward = forward_pass(settings, fsdp)
-        self.base = None if settings.lora is None else model
+    model: CausalLM
+    texts: Sequence[TrainingText]
+    held_out: Sequence[TrainingText]
+    settings: FineTuning
+    fsdp: Fsdp | None
+    target: pathlib.Path | None
+
+    def __post_init__(self) -> None:
+        self.devices, self.log = 1 if self.fsdp is None else self.fsdp.devices, []
         facts = {
-            **{name: value for name, value in vars(settings).items() if name != "save_every"},
-            "texts": fingerprint(texts),
-            "held-out texts": fingerprint(held_out),
-            "the model's weights": hashlib.sha256(repr(checksums(model)).encode()).hexdigest(),
-            "the model's config": repr(model.config),
+            **{name: value for name, value in vars(self.settings).items() if name != "save_every"},
+            "texts": fingerprint(self.texts),
+            "held-out texts": fingerprint(self.held_out),
+            "the model's weights": hashlib.sha256(repr(checksums(self.model)).encode()).hexdigest(),
+            "the model's config": repr(self.model.config),
             "devices": self.devices,
         }
-        self.saved = SavedState(pathlib.Path() if target is None else target / replacing.TRAINING, facts)
-        self.trained, self.optimizer = start(model, settings, len(texts), fsdp)
+        self.saved = SavedState(pathlib.Path() if self.target is None else self.target / replacing.TRAINING, facts)
+        self.optimization = self.settings.optimization(len(self.texts))
 
-    def train(self) -> tuple[Adapter | CausalLM, list[dict[str, Any]]]:
-        """Takes the steps that are left; returns the trained part and the log."""
-        trained, state = self.trained, first_state(self.optimizer, self.trained, self.fsdp)
-        start, log = 0, []
+    def train(self) -> Learner:
+        """Takes the steps that are left."""
+        learner, done = first_learner(self.model, self.settings, len(self.texts), self.fsdp), 0
         if self.target is not None:
-            start, log, (trained, state) = self.saved.load((trained, state))
-            trained, state = (trained, state) if self.fsdp is None else self.fsdp.place((trained, state))
-        if not log and self.held_out:
-            log.append({"step": 0, "eval_loss": self.measured(trained)})
-        steps, rate = self.optimization.steps, self.optimization.schedule()
-        begin = time.monotonic() - (log[-1].get("seconds", 0.0) if log else 0.0)
-        with progress("fine-tuning (the first step compiles)", steps) as advance:
-            advance(start)
-            for step in range(start + 1, steps + 1):
-                how = self.settings
-                chosen = step_texts(self.texts, step, how.batch, how.seed, bool(how.packing))
-                loss, gradient = self.gradient(trained, chosen)
-                trained, state = _updated((self.optimizer, self.fsdp, gradient), trained, state)
-                point = {"step": step, "tokens": (log[-1].get("tokens", 0) if log else 0) + _count(chosen)}
-                point |= {"learning_rate": float(jnp.asarray(rate(step - 1))), "loss": float(loss)}
-                if not jnp.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {point['loss']} at step {step}: lower the learning rate")
-                if self.held_out and (step % self.settings.eval_every == 0 or step == steps):
-                    point["eval_loss"] = self.measured(trained)
-                log.append({**point, "seconds": round(time.monotonic() - begin, 3)})
-                advance(1, f"fine-tuning, loss {point['loss']:.4f}")
-                if self.target is not None and (step % self.settings.save_every == 0 or step == steps):
-                    self.keep(step, log, (trained, state))
-        return trained, log
+            done, self.log, learner = self.saved.load(learner)
+            learner = learner if self.fsdp is None else self.fsdp.place(learner)
+        if not self.log and self.held_out:
+            self.log.append({"step": 0, "eval_loss": self.measured(learner)})
+        before = self.log[-1] if self.log else {}
+        self.tokens, self.begin = before.get("tokens", 0), time.monotonic() - before.get("seconds", 0.0)
+        steps = range(done + 1, self.optimization.steps + 1)
+        return descend(learner, self.learnt, steps, self.report, title="fine-tuning")
 
-    def gradient(self, trained: PyTree, texts: Sequence[TrainingText]) -> tuple[Float[Array, ""], PyTree]:
-        """The mean loss of the learnt tokens of some texts, and its gradient, summed over micro-batches."""
-        total = jnp.asarray(float(learnt_tokens(texts)))
-        zeros = jax.tree.map(jnp.zeros_like, eqx.filter(trained, eqx.is_inexact_array))
-        sums = jnp.zeros(()), zeros if self.fsdp is None else self.fsdp.place(zeros)
-        for batch in self.batches(texts):
-            sums = _accumulated((self.forward, trained, self.base, batch, total), sums)
-        return sums
+    def learnt(self, step: int) -> tuple[TextLoss, list[Batch]]:
+        """The loss and the micro-batches of a step."""
+        how = self.settings
+        texts = step_texts(self.texts, step, how.batch, how.seed, bool(how.packing))
+        self.tokens += sum(len(text.ids) for text in texts)
+        return self.lesson(texts)
 
-    def measured(self, trained: PyTree) -> float:
+    def lesson(self, texts: Sequence[TrainingText]) -> tuple[TextLoss, list[Batch]]:
+        """The mean loss of the learnt tokens of some texts, and their micro-batches."""
+        how, total = self.settings, jnp.asarray(float(learnt_tokens(texts)))
+        loss = TextLoss(None if how.lora is None else self.model, total, how.recompute and self.fsdp is None)
+        return loss, micro_batches(texts, how.tokens, self.devices, bool(how.packing))
+
+    def measured(self, learner: Learner) -> float:
         """The mean loss of the learnt tokens of the held-out texts."""
-        total = jnp.asarray(float(learnt_tokens(self.held_out)))
-        parts = [_evaluated(self.forward, trained, self.base, batch, total) for batch in self.batches(self.held_out)]
-        return float(sum(map(float, parts)))
+        loss, batches = self.lesson(self.held_out)
+        return sum(float(_loss_of(learner.trained, learner.rows(batch), self.fsdp, loss)) for batch in batches)
 
-    def batches(self, texts: Sequence[TrainingText]) -> list[Batch]:
-        """The micro-batches of some texts, on the mesh if there is one."""
-        found = micro_batches(texts, self.settings.tokens, self.devices, bool(self.settings.packing))
-        return found if self.fsdp is None else [self.fsdp.rows(batch) for batch in found]
-
-    def keep(self, step: int, log: list[dict[str, Any]], tree: PyTree) -> None:
-        """Writes the state, the log and the plot."""
-        self.saved.save(step, log, tree)
-        self.saved.write_log(log)
-        draw_losses(log, self.saved.directory / PLOT)
-
-
-def _count(texts: Sequence[TrainingText]) -> int:
-    return sum(len(text.ids) for text in texts)
+    def report(self, step: int, loss: float, learner: Learner, gradient: PyTree) -> None:
+        """Adds a step to the log, and writes the state where that is due."""
+        rate, is_last = float(jnp.asarray(self.optimization.schedule()(step - 1))), step == self.optimization.steps
+        point = {"step": step, "tokens": self.tokens, "learning_rate": rate, "loss": loss}
+        if self.held_out and (is_last or step % self.settings.eval_every == 0):
+            point["eval_loss"] = self.measured(learner)
+        self.log.append({**point, "seconds": round(time.monotonic() - self.begin, 3)})
+        if self.target is not None and (is_last or step % self.settings.save_every == 0):
+            self.saved.save(step, self.log, learner)
+            draw_losses(self.log, self.saved.directory / PLOT)
 
 
 def check_settings(model: CausalLM, settings: FineTuning, mesh: Mesh | None) -> None:

@@ -1,9 +1,10 @@
-"""Trains a model of any family on a stream of token batches: loss, optimizer, step and loop."""
+"""Trains a model of any family by gradient descent: losses, optimizer, step and loop."""
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -105,6 +106,11 @@ class Optimization:
         return optax.partition({"weight": self.descent(), "expert_bias": biases, "fixed": fixed}, lambda _: labels)
 
 
+def adam(rate: float, clip: float) -> optax.GradientTransformation:
+    """Adam at the same rate in each step, after clipping the gradient's norm."""
+    return optax.chain(optax.clip_by_global_norm(clip), optax.adam(rate))
+
+
 def _inner_matrices(weights: PyTree) -> PyTree:
     """Muon's axes [out, in] for matrices inside layers; None for embeddings, the head, convolutions and vectors."""
 
@@ -179,51 +185,114 @@ def both_losses(model: CausalLM, batch: Batch, execution: Execution | None = Non
     return loss + mtp_loss(model, batch, execution) if model.mtp else loss
 
 
-LOSSES: dict[str, Callable[..., Float[Scalar, ""]]] = {
-    "decoder": next_token_loss,
-    "mtp": mtp_loss,
-    "all": both_losses,
-}
+LOSSES = {"decoder": next_token_loss, "mtp": mtp_loss, "all": both_losses}
 """The loss with which each part of a model is trained."""
 
 
+Loss = Callable[..., Float[Scalar, ""]]
+"""The loss of the trained arrays on a batch, and by an `Execution` if one is given: a function or a module."""
+
+
+def loss_of(trained: Any, batch: Batch, fsdp: Fsdp | None = None, loss: Loss = next_token_loss) -> Float[Scalar, ""]:
+    """The loss on a batch; with `fsdp`, call it inside jit on a sharded model and batch."""
+    return loss(trained, batch) if fsdp is None else loss(fsdp.gathering(trained), batch, DIVISIBLE)
+
+
 def loss_and_gradient(
-    model: CausalLM, batch: Batch, fsdp: Fsdp | None = None, part: str = "decoder"
+    trained: Any, batch: Batch, fsdp: Fsdp | None = None, loss: Loss = next_token_loss
 ) -> tuple[Float[Scalar, ""], PyTree]:
-    """The part's loss and its gradient; with `fsdp`, call it inside jit on a sharded model and batch."""
-    loss_of = LOSSES[part]
-    if fsdp is None:
-        return eqx.filter_value_and_grad(loss_of)(model, batch)
-
-    def on_mesh(model: CausalLM) -> Float[Scalar, ""]:
-        return loss_of(fsdp.gathering(model), batch, DIVISIBLE)
-
-    loss, gradient = eqx.filter_value_and_grad(on_mesh)(model)
-    return loss, fsdp.settled(gradient)
+    """The loss on a batch and its gradient, as `loss_of` takes them."""
+    found, gradient = eqx.filter_value_and_grad(loss_of)(trained, batch, fsdp, loss)
+    return found, gradient if fsdp is None else fsdp.settled(gradient)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _step(
-    fixed: tuple[optax.GradientTransformation, Batch, Fsdp | None, str], model: CausalLM, state: PyTree
-) -> tuple[CausalLM, PyTree, Float[Scalar, ""], Float[Scalar, ""]]:
-    optimizer, batch, fsdp, part = fixed
-    loss, gradient = loss_and_gradient(model, batch, fsdp, part)
-    loads = [jnp.max(jnp.abs(load)) for load in expert_biases(gradient)]
+class Learner(eqx.Module):
+    """Arrays that are trained and the state of their optimizer; with `fsdp` both are sharded."""
+
+    trained: Any
+    state: PyTree
+    optimizer: optax.GradientTransformation = eqx.field(static=True)
+    fsdp: Fsdp | None = eqx.field(static=True)
+
+    @classmethod
+    def first(cls, trained: Any, optimizer: optax.GradientTransformation, fsdp: Fsdp | None = None) -> "Learner":
+        """The learner before its first step."""
+        init = optimizer.init if fsdp is None else eqx.filter_jit(lambda tree: fsdp.settled(optimizer.init(tree)))
+        return cls(trained, init(eqx.filter(trained, eqx.is_inexact_array)), optimizer, fsdp)
+
+    @classmethod
+    def of_weights(cls, model: CausalLM, optimization: Optimization, fsdp: Fsdp | None = None) -> "Learner":
+        """The learner of a copy of all weights, which its steps donate; the routers are balanced."""
+        trained = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
+        return cls.first(trained, optimization.transformation(trained), fsdp)
+
+    def model(self, origin: CausalLM) -> CausalLM:
+        """The model with all trained weights; a compiled step may be one of another model than its `origin`."""
+        return dataclasses.replace(plain(self.trained), origin=origin.origin)
+
+    def zeros(self) -> PyTree:
+        """A gradient of zeros."""
+        return jax.tree.map(jnp.zeros_like, eqx.filter(self.trained, eqx.is_inexact_array))
+
+    def rows(self, batch: Batch) -> Batch:
+        """The batch, whose rows are sharded if the trained arrays are."""
+        return batch if self.fsdp is None else self.fsdp.rows(batch)
+
+
+def accumulate(
+    given: tuple[Loss, Learner, Batch], sums: tuple[Float[Scalar, ""], PyTree]
+) -> tuple[Float[Scalar, ""], PyTree]:
+    """The sums of losses and gradients, with those of one more batch."""
+    loss, learner, batch = given
+    return jax.tree.map(jnp.add, sums, loss_and_gradient(learner.trained, batch, learner.fsdp, loss))
+
+
+def update(gradient: PyTree, learner: Learner) -> Learner:
+    """The learner after a step with a gradient."""
+    weights = eqx.filter(learner.trained, eqx.is_inexact_array)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
-    imbalance = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
-    model = eqx.apply_updates(model, updates)
-    if fsdp is not None:
-        model, state = fsdp.settled((model, state))
-    return model, state, loss, imbalance
+        updates, state = learner.optimizer.update(gradient, learner.state, weights)
+    updated = dataclasses.replace(learner, trained=eqx.apply_updates(learner.trained, updates), state=state)
+    return updated if learner.fsdp is None else learner.fsdp.settled(updated)
 
 
-def first_state(optimizer: optax.GradientTransformation, model: PyTree, fsdp: Fsdp | None = None) -> PyTree:
-    """The optimizer's state before the first step; with `fsdp` it is sharded from the start."""
-    weights = eqx.filter(model, eqx.is_inexact_array)
-    if fsdp is None:
-        return optimizer.init(weights)
-    return eqx.filter_jit(lambda weights: fsdp.settled(optimizer.init(weights)))(weights)
+_accumulated = eqx.filter_jit(accumulate, donate="all-except-first")
+_updated = eqx.filter_jit(update, donate="all-except-first")
+
+
+def descend(
+    learner: Learner,
+    lesson: Callable[[int], tuple[Loss, Sequence[Batch]]],
+    steps: range,
+    report: Callable[[int, float, Learner, PyTree], None],
+    *,
+    title: str,
+    every: int = 1,
+) -> Learner:
+    """Trains for some steps, counted from 1, by gradient descent; deterministic. On a terminal, a bar shows them.
+
+    The loss of a step is the sum of those of its micro-batches: `lesson` gives both for a step. `report` is called
+    every `every` steps and after the last, with the step, the mean loss since the previous report, the learner, whose
+    buffers the next step donates, and the gradient. Each new shape of a batch compiles a pass. Raises
+    FloatingPointError if the loss is not finite at a report.
+    """
+    losses, last = [], steps.stop - 1
+    with progress(f"{title} (the first step compiles)", last) as advance:
+        advance(steps.start - 1)
+        for step in steps:
+            (loss, batches), sums = lesson(step), (jnp.zeros((), jnp.float32), learner.zeros())
+            for batch in batches:
+                sums = _accumulated((loss, learner, learner.rows(batch)), sums)
+            learner = _updated(sums[1], learner)
+            losses.append(sums[0])
+            if step % every == 0 or step == last:
+                mean = float(jnp.mean(jnp.stack(losses)))
+                if not math.isfinite(mean):
+                    raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
+                advance(len(losses), f"{title}, loss {mean:.4f}")
+                losses.clear()
+                report(step, mean, learner, sums[1])
+    return learner
 
 
 def train(
@@ -240,36 +309,29 @@ def train(
     With a `mesh`, weights, optimizer state and the rows of each batch are sharded along its axis `data` (see `fsdp`).
     The result is sharded too; `save` and `ling3.mesh.place` accept it.
 
-    On a terminal a bar shows the steps and the loss. `report` is called every `every` steps and after the last, with a
-    `Progress` and the current model, whose buffers the next step donates. Each new batch shape compiles a step.
-    Raises ValueError if `batches` runs out, the devices do not divide the rows of one, or the part "mtp" is not one
-    layer, and FloatingPointError if the loss is not finite at a report.
+    `report` is called every `every` steps and after the last, with a `Progress` and the current model, whose buffers
+    the next step donates. Raises ValueError if `batches` runs out, the devices do not divide the rows of one, or the
+    part "mtp" is not one layer, and FloatingPointError if the loss is not finite at a report.
     """
     if optimization.part == "mtp" and len(model.mtp) != 1:
         raise ValueError(
             f"part is 'mtp', and the model has {len(model.mtp)} multi-token-prediction layers, expected 1: load or "
             "initialize it with mtp=True"
         )
-    fsdp, origin = None if mesh is None else Fsdp(mesh), model.origin
-    # A copy, because the steps donate their arguments.
-    model = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
-    optimizer = optimization.transformation(model)
-    state = first_state(optimizer, model, fsdp)
-    stream, losses, tokens, start, imbalance = iter(batches), [], 0, time.monotonic(), jnp.zeros(())
-    with progress("training (the first step compiles)", optimization.steps) as advance:
-        for step in range(1, optimization.steps + 1):
-            batch = next(stream, None)
-            if batch is None:
-                raise ValueError(f"the batches ran out after {step - 1} of {optimization.steps} steps")
-            batch = batch if fsdp is None else fsdp.rows(batch)
-            model, state, loss, imbalance = _step((optimizer, batch, fsdp, optimization.part), model, state)
-            losses.append(loss)
-            tokens += batch.tokens.size
-            if step % every == 0 or step == optimization.steps:
-                mean = float(jnp.mean(jnp.stack(losses)))
-                if not jnp.isfinite(mean):
-                    raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
-                advance(len(losses), f"training, loss {mean:.4f}")
-                losses.clear()
-                report(Progress(step, tokens, time.monotonic() - start, mean, float(imbalance)), plain(model))
-    return dataclasses.replace(plain(model), origin=origin)  # a compiled step may be one of another model
+    stream, tokens, start, last = iter(batches), 0, time.monotonic(), optimization.steps
+
+    def lesson(step: int) -> tuple[Loss, list[Batch]]:
+        nonlocal tokens
+        batch = next(stream, None)
+        if batch is None:
+            raise ValueError(f"the batches ran out after {step - 1} of {last} steps")
+        tokens += batch.tokens.size
+        return LOSSES[optimization.part], [batch]
+
+    def reported(step: int, loss: float, learner: Learner, gradient: PyTree) -> None:
+        imbalance = max((float(jnp.max(jnp.abs(load))) for load in expert_biases(gradient)), default=0.0)
+        report(Progress(step, tokens, time.monotonic() - start, loss, imbalance), plain(learner.trained))
+
+    learner = Learner.of_weights(model, optimization, None if mesh is None else Fsdp(mesh))
+    learner = descend(learner, lesson, range(1, last + 1), reported, title="training", every=every)
+    return learner.model(model)

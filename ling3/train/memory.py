@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ling3.model import CausalLM
-from ling3.train.fine_tuning import FineTuning, accumulate, check_settings, forward_pass, start, update
+from ling3.train.fine_tuning import FineTuning, TextLoss, check_settings, first_learner
 from ling3.train.learnt_loss import logits_at_once
-from ling3.train.loop import Batch, first_state
+from ling3.train.loop import Batch, Learner, accumulate, update
 from ling3.train.micro_batches import rows_of, width_of
 
 
@@ -103,30 +103,26 @@ def predict(model: CausalLM, settings: FineTuning | None = None, length: int | N
     length = min(settings.tokens, model.config.max_position_embeddings) if length is None else length
     width = width_of(length)
     rows = rows_of(width, settings.tokens, settings.batch)
-    forward, kept = forward_pass(settings), {}
 
-    def first(model: CausalLM) -> tuple[PyTree, PyTree, PyTree, Batch]:
-        trained, kept["optimizer"] = start(model, settings, settings.batch)
+    def first(model: CausalLM) -> tuple[Learner, TextLoss, Batch, PyTree]:
+        learner = first_learner(model, settings, settings.batch)
+        base = None if settings.lora is None else model
         batch = Batch(jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width)))
-        gradient = jax.tree.map(jnp.zeros_like, eqx.filter(trained, eqx.is_inexact_array))
-        return trained, first_state(kept["optimizer"], trained), gradient, batch
+        return learner, TextLoss(base, jnp.zeros(()), settings.recompute), batch, learner.zeros()
 
-    trained, state, gradient, batch = eqx.filter_eval_shape(first, model)
-    number, base = jax.ShapeDtypeStruct((), jnp.float32), None if settings.lora is None else model
-    given = (trained, base, batch, number)
-    passing = _own_bytes(lambda sums, *own: accumulate((forward, *own), sums), ((number, gradient), *given), (0,))
-    optimizer = kept["optimizer"]
-    updating = _own_bytes(
-        lambda trained, state, own: update((optimizer, None, own), trained, state), (trained, state, gradient), (0, 1)
+    learner, loss, batch, gradient = eqx.filter_eval_shape(first, model)
+    passing = _own_bytes(
+        lambda sums, *given: accumulate(given, sums), ((loss.total, gradient), loss, learner, batch), 0
     )
+    updating = _own_bytes(update, (gradient, learner), 1)
     tokens, hidden = rows * width, model.model.norm.weight.shape[0] * model.dtype.itemsize
     return TrainingMemory(
         rows=rows,
         width=width,
         weights=_by_dtype(model),
-        trained=_bytes(trained),
+        trained=_bytes(learner.trained),
         gradient=_bytes(gradient),
-        moments=_bytes(state),
+        moments=_bytes(learner.state),
         inputs=tokens * hidden * len(model.model.layers) if settings.recompute else 0,
         logits=4 * model.config.vocab_size * logits_at_once(model, batch),
         passing=passing,
@@ -135,9 +131,9 @@ def predict(model: CausalLM, settings: FineTuning | None = None, length: int | N
     )
 
 
-def _own_bytes(function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> int:
+def _own_bytes(function: Callable[..., Any], arguments: tuple[Any, ...], donated: int) -> int:
     """Bytes of a program's temporaries, and of its results that do not take the place of arguments."""
-    found: Any = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
+    found: Any = jax.jit(function, donate_argnums=(donated,)).lower(*arguments).compile().memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 

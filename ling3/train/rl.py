@@ -35,11 +35,9 @@ from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.score import score
 from ling3.serve import Engine
+from ling3.train.loop import Learner, adam, update
 
-try:
-    import optax
-except ImportError as error:
-    raise ImportError("training needs optax, which is not installed: pip install 'ling3[train]'") from error
+_updated = eqx.filter_jit(update)  # donates nothing: the engine has the weights too
 
 
 class Task(NamedTuple):
@@ -146,9 +144,9 @@ def grpo(
     `report` gets the record of each batch, and the model after it. Raises ValueError if `tasks` runs out, if an answer
     ends in an error and if a reward is not finite; FloatingPointError if a gradient is not.
     """
-    adam = optax.chain(optax.clip_by_global_norm(settings.gradient_norm), optax.adam(settings.learning_rate))
-    trained, start, stream, points = _trained(model), model, iter(tasks), []
-    state, begin = adam.init(eqx.filter(model, trained)), (time.monotonic(), time.process_time())
+    start, stream, points, begin = model, iter(tasks), [], (time.monotonic(), time.process_time())
+    weights, fixed = eqx.partition(model, _trained(model))
+    learner = Learner.first(weights, adam(settings.learning_rate, settings.gradient_norm))
     how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
     with progress("learning (the first step compiles)", settings.steps) as advance:
         for step in range(settings.steps):
@@ -163,10 +161,11 @@ def grpo(
             answers = Answers(gains, old, scores(start) if settings.kl else None, valid)
             found: list[Array] = []  # the policy's log-probabilities before each update
             for _ in range(settings.inner):
-                logprobs, gradient = _gradient(scores, model, trained, answers, settings)
+                logprobs, gradient = _gradient(scores, learner.trained, fixed, answers, settings)
                 assert found or sampler is not None or jnp.array_equal(logprobs, old), "the engine reported other bits"
                 found.append(logprobs)
-                model, state = _stepped(adam, model, trained, state, gradient)
+                learner = _updated(gradient, learner)
+            model = eqx.combine(learner.trained, fixed)
             points.append(_point(step, points, rewards, answers, found, begin))
             advance(1, f"learning, reward {points[-1].reward:.3f}")
             report(points[-1], model)
@@ -195,10 +194,9 @@ def _sampled(
 
 
 def _gradient(
-    scores: Callable[[CausalLM], Array], model: CausalLM, trained: PyTree, answers: Answers, settings: Grpo
+    scores: Callable[[CausalLM], Array], weights: PyTree, fixed: PyTree, answers: Answers, settings: Grpo
 ) -> tuple[Float32[Array, "answers tokens"], PyTree]:
     """The log-probabilities by the model, and the gradient of minus the objective."""
-    weights, fixed = eqx.partition(model, trained)
 
     def loss(weights: PyTree) -> tuple[Array, Array]:
         logprobs = scores(eqx.combine(weights, fixed))
@@ -208,15 +206,6 @@ def _gradient(
     if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradient)):
         raise FloatingPointError("the gradient is not finite: lower the learning rate")
     return logprobs, gradient
-
-
-@eqx.filter_jit
-def _stepped(
-    adam: optax.GradientTransformation, model: CausalLM, trained: PyTree, state: PyTree, gradient: PyTree
-) -> tuple[CausalLM, PyTree]:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = adam.update(gradient, state, eqx.filter(model, trained))
-        return eqx.apply_updates(model, updates), state
 
 
 def _point(

@@ -65,7 +65,7 @@ class SavedState:
         return state["step"], state["log"], jax.tree_util.tree_map_with_path(read, tree)
 
     def save(self, step: int, log: list[dict[str, Any]], tree: Any) -> None:
-        """Writes the state after a step. Atomic: a killed process leaves the state before it or this one."""
+        """Writes the state after a step, then the log. Atomic: a killed process leaves this state or the one before."""
         leaves = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, eqx.is_array))[0]
         arrays = {jax.tree_util.keystr(path): np.asarray(jnp.array(array, copy=True)) for path, array in leaves}
         total = sum(array.nbytes for array in arrays.values())
@@ -79,10 +79,6 @@ class SavedState:
             write_file(new / STATE, (json.dumps(state, indent=1) + "\n").encode())
             there = {path.name for path in self.directory.iterdir()} if self.directory.is_dir() else set()
             replacing.commit(new, self.directory, sorted(there & {STATE, TENSORS}))
-
-    def write_log(self, log: list[dict[str, Any]]) -> None:
-        """Writes the points of the log, one JSON object a line."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(point) + "\n" for point in log)
         (self.directory / LOG).write_text(lines, encoding="utf-8")
 

@@ -161,7 +161,7 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count):
     """Ends the process, as it were, at the update after so many."""
-    module = importlib.import_module("ling3.train.fine_tuning")
+    module = importlib.import_module("ling3.train.loop")
     original, calls = module._updated, itertools.count()
 
     def updated(*given):

@@ -79,13 +79,13 @@ def test_loss_and_gradients_are_those_of_one_device(name, data, tensor):
 
 def trained(monkeypatch, name, method, dtype, mesh):
     """The model, the optimizer's state, and the loss and imbalance of each step."""
-    points, states, step = [], [], loop._step
-    monkeypatch.setattr(loop, "_step", lambda *inputs: (states.append((after := step(*inputs))[1]), after)[1])
+    points, states, updated = [], [], loop._updated
+    monkeypatch.setattr(loop, "_updated", lambda *given: states.append(after := updated(*given)) or after)
     optimization = Optimization(3, method=method, learning_rate=1e-3, warmup=0)
     start = jax.tree.map(lambda x: x.astype(dtype), model(name))
     result = train(start, batches(name), optimization, every=1, report=lambda p, _: points.append(p), mesh=mesh)
     monkeypatch.undo()
-    return result, states[-1], np.asarray([(point.loss, point.imbalance) for point in points])
+    return result, states[-1].state, np.asarray([(point.loss, point.imbalance) for point in points])
 
 
 @pytest.mark.slow

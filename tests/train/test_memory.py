@@ -29,13 +29,13 @@ def bytes_of(tree):
 @pytest.mark.parametrize("settings", [LORA, dataclasses.replace(LORA, lora=None, targets=None)], ids=["lora", "full"])
 def test_the_arrays_are_those_that_exist(monkeypatch, settings):
     """At each pass there are weights, trained arrays, their gradient, AdamW's averages and the batch, and no others."""
-    model, module, seen = open_model(SMALL), importlib.import_module("ling3.train.fine_tuning"), []
+    model, module, seen = open_model(SMALL), importlib.import_module("ling3.train.loop"), []
     accumulated = module._accumulated
     before = {id(array) for array in jax.live_arrays()}
 
     def noted(given, sums):
         found = [array for array in jax.live_arrays() if id(array) not in before]
-        seen.append(sum(array.nbytes for array in found) - bytes_of(given[3]))
+        seen.append(sum(array.nbytes for array in found) - bytes_of(given[2]))
         return accumulated(given, sums)
 
     monkeypatch.setattr(module, "_accumulated", noted)
