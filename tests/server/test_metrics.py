@@ -27,7 +27,7 @@ async def scraped(client):
     answer = await client.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(answer.text))
-    assert all(family.name.startswith("ling3_") and family.documentation for family in families)
+    assert all(family.name.startswith(("ling3_", "process_")) and family.documentation for family in families)
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
     }
