@@ -1,18 +1,25 @@
 """`ling3 serve`: an HTTP server of OpenAI's and Anthropic's protocols."""
 
+import contextlib
 import dataclasses
+import os
 import pathlib
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
-from ling3.cli import interruption
+from ling3.cli import descendants, interruption
 from ling3.cli.bench import EngineOptions
 from ling3.cli.devices import Machines
-from ling3.cli.loading import Loading
-from ling3.cli.options import Command, FileOption, TextOption
-from ling3.cli.terminal import compiling
+from ling3.cli.loading import Loading, ModelSource
+from ling3.cli.options import Command, FileOption, TextOption, WholeNumber
+from ling3.cli.terminal import announced, compiling
+
+if TYPE_CHECKING:
+    from ling3.engine.settings import EngineSettings
+    from ling3.server.service import Service
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,9 @@ class Serve(Command):
     """Seconds that a request may take, from the end of its headers to the last byte of its answer."""
     drain: int = 30
     """Seconds that running requests have to finish after SIGTERM."""
+    replicas: WholeNumber = None
+    """Answer with this many engines, each in a process beside this one, and start again those that die; by default with
+    one engine in this process."""
     engine: EngineOptions
 
 
@@ -59,10 +69,8 @@ def run(command: Serve) -> None:
         from ling3.server.origins import Hosts
         from ling3.server.run import bind
         from ling3.server.run import run as serve
-        from ling3.server.service import Service
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing, which serving needs: pip install 'ling3[serve]'") from None
-    from ling3.serve import Engine
 
     keys, adapters = _keys(command), _adapters(command)
     hosts = Hosts.of(command.host, command.allow_host)
@@ -70,26 +78,72 @@ def run(command: Serve) -> None:
         raise ValueError(f"--timeout is {command.timeout}, expected at least 1 second")
     if command.drain < 0:
         raise ValueError(f"--drain is {command.drain}, expected at least 0 seconds")
+    _check_replicas(command)
     bound = bind(command.host, command.port)  # before the model is loaded, to report a port in use at once
     # Requests for which slots are free also wait in the queue, until the next turn.
     most = command.engine.max_queue + command.engine.max_running_requests
     settings = dataclasses.replace(command.engine.settings(), max_queue=most)
     source = command.common.source(command.model, command.devices, settings.speculation)
+    console = Console(stderr=True, highlight=False)
+    serving = _in_process if command.replicas is None else _replicated
+    with serving(command, source, settings, adapters, console) as service:
+        app = build(service, keys, command.allow_origin, command.timeout, hosts)
+        bound.listen()  # before the address is printed: connections from now on are served
+        host = f"[{command.host}]" if ":" in command.host else command.host
+        address = f"http://{host}:{bound.getsockname()[1]}"
+        console.print(f"serving {service.name} on {address}", markup=False, soft_wrap=True)
+        interruption.raise_again()
+        serve(app, service, bound, command.root_path, command.drain, command.timeout)
+
+
+@contextlib.contextmanager
+def _in_process(
+    command: Serve, source: ModelSource, settings: "EngineSettings", adapters: dict[str, str], console: Console
+) -> "Iterator[Service]":
+    """The service of an engine in this process."""
+    from ling3.serve import Engine
+    from ling3.server.service import Service
+
     tokenizer = source.tokenizer()
     model = source.load(tokenizer)
-    console = Console(stderr=True, highlight=False)
     source.introduce(model, console)
     engine = Engine(model, tokenizer, settings, adapters=adapters)
     with compiling(console):
         engine.warmup()
-    name = _name(command)
-    service = Service(engine, tokenizer, name, command.allow_unknown_fields)
-    app = build(service, keys, command.allow_origin, command.timeout, hosts)
-    bound.listen()  # before the address is printed: connections from now on are served
-    host = f"[{command.host}]" if ":" in command.host else command.host
-    console.print(f"serving {name} on http://{host}:{bound.getsockname()[1]}", markup=False, soft_wrap=True)
-    interruption.raise_again()
-    serve(app, service, bound, command.root_path, command.drain, command.timeout)
+    yield Service(engine, tokenizer, _name(command), command.allow_unknown_fields)
+
+
+@contextlib.contextmanager
+def _replicated(
+    command: Serve, source: ModelSource, settings: "EngineSettings", adapters: dict[str, str], console: Console
+) -> "Iterator[Service]":
+    """The service of engines in other processes, which end with it."""
+    from ling3.fleet.replica import Plan
+    from ling3.fleet.replicas import Replicas
+    from ling3.server.service import Service
+
+    assert command.replicas is not None, "asked for"
+    interruption.do_last(descendants.kill)
+    tokenizer = source.tokenizer()
+    plan = Plan(source, settings, None, None, None, command.replicas, os.getcwd(), adapters)  # noqa: PTH109
+    with announced("loading and compiling…", console):
+        replicas = Replicas(plan, tokenizer, command.devices.count)
+    with contextlib.closing(replicas):
+        facts = replicas.facts
+        source.say(facts["parameters"], facts["dtype"], f"{command.replicas} × {facts['platform']}", console)
+        yield Service(replicas, tokenizer, _name(command), command.allow_unknown_fields, condition=replicas.condition)
+
+
+def _check_replicas(command: Serve) -> None:
+    """Raises ValueError for numbers of replicas and processes that do not fit together."""
+    if command.replicas is None:
+        return
+    if command.replicas < 1:
+        raise ValueError(f"--replicas is {command.replicas}, expected at least 1")
+    if command.devices.nnodes is not None:
+        raise ValueError("--nnodes is for one model over several machines, and --replicas for many: give one")
+    if os.name != "posix":
+        raise ValueError("--replicas of a server needs Linux or macOS: leave it out for one engine")
 
 
 def _name(command: Serve) -> str:

@@ -44,6 +44,11 @@ class ServedAdapters:
         """The same adapters beside other weights of the same structure."""
         return dataclasses.replace(self, model=with_adapters(model, self.each))
 
+    def portable(self) -> "ServedAdapters":
+        """A copy for another process that only checks names: it has no arrays."""
+        nothing: Any = None
+        return dataclasses.replace(self, model=nothing, each=dict.fromkeys(self.each, nothing))
+
     def index(self, name: str) -> int:
         """The index of an adapter. Raises ParameterError for a name that none has."""
         if name not in self.each:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -34,6 +34,16 @@ from ling3.runtime.quoting import shown
 
 SHORT = 4096
 """Up to this many tokens or characters, prompts are checked in place: passing them to a thread takes longer."""
+Checked = TypeVar("Checked")
+
+
+async def unblocked(check: Callable[..., Checked], prompts: list[Any], params: Any, *how: Any) -> Checked:
+    """Calls `check` with the prompts and parameters: in a thread, if it may take longer than an event loop can wait."""
+    each = params if isinstance(params, Sequence) else (params,)
+    slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # takes seconds
+    if slow or sum(len(prompt) for prompt in prompts if isinstance(prompt, Sequence)) > SHORT:
+        return await asyncio.to_thread(check, prompts, params, *how)
+    return check(prompts, params, *how)
 
 
 @runtime_checkable
@@ -214,14 +224,7 @@ class Front:
         aborts them all and raises QueueFull.
         """
         put, news = asyncio.get_running_loop().call_soon_threadsafe, asyncio.Queue()
-        prompts, each = list(prompts), params if isinstance(params, Sequence) else (params,)
-        asked = (prompts, params, truncate, name)
-        slow = any(isinstance(one, SamplingParams) and one.structured is not None for one in each)  # takes seconds
-        if slow or sum(len(prompt) for prompt in prompts if isinstance(prompt, Sequence)) > SHORT:
-            requests = await asyncio.to_thread(self._requests, *asked)
-        else:
-            requests = self._requests(*asked)
-
+        requests = await unblocked(self._requests, list(prompts), params, truncate, name)
         reader = Reader(requests, functools.partial(put, news.put_nowait))
         leave = self._actor.last_message(Actor.leave, reader)
         try:

@@ -83,7 +83,8 @@ class Intake:
     def portable(self) -> "Intake":
         """A copy for another process, where a tokenizer is filled in; it supports no snapshots."""
         shapes = None if self.sites is None else functools.partial(dict, self.sites())
-        return dataclasses.replace(self, tokenizer=None, snapshots=None, sites=shapes)
+        adapters = self.adapters and self.adapters.portable()
+        return dataclasses.replace(self, tokenizer=None, snapshots=None, sites=shapes, adapters=adapters)
 
     @property
     def room(self) -> int:

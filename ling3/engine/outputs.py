@@ -1,6 +1,7 @@
 """Answers of an engine: deltas as they come, and completions once they are finished."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -180,3 +181,12 @@ class Stats:
     decode_calls: int
     compile_seconds: float
     """Seconds spent in `warmup`, mostly on compilation."""
+
+    @staticmethod
+    def total(counts: "Sequence[Stats]") -> "Stats":
+        """The counts of several engines, added up; `compile_seconds` is the shortest."""
+        values = {field.name: [getattr(each, field.name) for each in counts] for field in dataclasses.fields(Stats)}
+        finished = sum((Counter(each) for each in values.pop("finished")), Counter())
+        page_size, compiling = (min(values.pop(name), default=0) for name in ("page_size", "compile_seconds"))
+        totals = {name: sum(each) for name, each in values.items()}
+        return Stats(**totals, finished=dict(finished), page_size=page_size, compile_seconds=float(compiling))

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
@@ -132,7 +131,7 @@ class Fleet:
 
     def stats(self) -> Stats:
         """The sums of the counts of all replicas that are ready; `compile_seconds` is the shortest."""
-        return _total(self._places.stats())
+        return Stats.total(self._places.stats())
 
     def processes(self) -> list[Process]:
         """Where the replicas run, without those that wait for resources."""
@@ -208,12 +207,3 @@ def _delta(output: RequestOutput, index: int) -> Delta:
     whole = output.outputs[index]
     last = output if index == len(output.outputs) - 1 else None
     return Delta(output.request_id, index, whole.text, whole.token_ids, whole.logprobs, whole.finish_reason, last)
-
-
-def _total(counts: Sequence[Stats]) -> Stats:
-    """The counts of several engines, added up."""
-    values = {field.name: [getattr(each, field.name) for each in counts] for field in dataclasses.fields(Stats)}
-    finished = sum((Counter(each) for each in values.pop("finished")), Counter())
-    page_size, compiling = (min(values.pop(name), default=0) for name in ("page_size", "compile_seconds"))
-    totals = {name: sum(each) for name, each in values.items()}
-    return Stats(**totals, finished=dict(finished), page_size=page_size, compile_seconds=float(compiling))

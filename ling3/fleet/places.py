@@ -11,7 +11,6 @@ from typing import Any
 from ling3.engine.outputs import Stats
 from ling3.fleet.replica import Answer, Card, Job, Plan, Process, Replica
 from ling3.fleet.work import FleetError
-from ling3.runtime.quoting import shown
 
 logger = logging.getLogger(__name__)
 
@@ -184,13 +183,13 @@ class Places:
 
     def _welcome(self, place: ReplicaPlace, card: Card) -> None:
         """Accepts a replica that is ready, if its facts are those of the first; otherwise leaves it out."""
-        self.first = first = self.first or card
-        other = [name for name, fact in first.facts.items() if card.facts[name] != fact]
-        if not other:
+        self.first = self.first or card
+        try:
+            card.check_equals(self.first)
+        except FleetError as error:
+            self._give_up(place, error)
+        else:
             place.card, place.losses = card, 0
-            return
-        told = "; ".join(f"{name}: {shown(card.facts[name])}, there {shown(first.facts[name])}" for name in other)
-        self._give_up(place, FleetError(f"it differs from the first ({told}): its answers would have other bits"))
 
     def _replace(self, place: ReplicaPlace, error: Exception) -> None:
         """Starts another replica in the place of one that has died, unless it has died too often."""

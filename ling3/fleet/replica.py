@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,9 +20,11 @@ from ling3.engine.sampling_params import SamplingParams
 from ling3.engine.settings import EngineSettings
 from ling3.evals.predictions import fingerprint
 from ling3.execution import Execution
+from ling3.fleet.work import FleetError
 from ling3.mesh import Rules
 from ling3.model import CausalLM
 from ling3.runtime import compilation_cache
+from ling3.runtime.quoting import shown
 from ling3.serve import Engine
 from ling3.text.tokenizer import Tokenizer, load_tokenizer
 from ling3.version import __version__
@@ -79,6 +81,8 @@ class Plan:
     replicas: int
     directory: str
     """The caller's working directory, for relative paths."""
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The paths of LoRA adapters by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,13 @@ class Card:
     """Its engine's intake, without the tokenizer."""
     facts: dict[str, Any]
     """Facts that must be equal in all replicas, so that their answers have the same bits."""
+
+    def check_equals(self, first: "Card") -> None:
+        """Raises FleetError if a fact of this replica differs from the first replica's."""
+        other = [name for name, fact in first.facts.items() if self.facts[name] != fact]
+        told = "; ".join(f"{name}: {shown(self.facts[name])}, there {shown(first.facts[name])}" for name in other)
+        if other:
+            raise FleetError(f"it differs from the first ({told}): its answers would have other bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,24 +155,24 @@ class Replica:
         own = plan.settings
         if jax.default_backend() == "cpu":  # replicas of one host share its memory
             own = dataclasses.replace(own, mem_fraction=own.mem_fraction / plan.replicas)
-        self._engine = Engine(model, tokenizer, own, execution=plan.execution)
-        settings = dataclasses.replace(self._engine.settings, mem_fraction=plan.settings.mem_fraction)
+        self.engine = Engine(model, tokenizer, own, execution=plan.execution, adapters=plan.adapters)
+        settings = dataclasses.replace(self.engine.settings, mem_fraction=plan.settings.mem_fraction)
         facts = {
             "version": __version__,
             "weights": fingerprint(model),
             "parameters": model.parameters,
             "dtype": model.dtype.name,
             "platform": jax.default_backend(),
-            "device": self._engine.device_kind,
+            "device": self.engine.device_kind,
             "settings": dataclasses.replace(settings, num_pages=None),
         }
-        return Card(settings, self._engine.intake.portable(), facts)
+        return Card(settings, self.engine.intake.portable(), facts)
 
     def warm(self, first_token: bool) -> None:
         """Compiles the engine's programs, once for each value of `first_token`."""
         with self._warming:
             if first_token not in self._warm:
-                self._engine.warmup(first_token)
+                self.engine.warmup(first_token)
                 self._warm.add(first_token)
 
     def answer(self, run: int, jobs: Sequence[Job], first_token: bool | None) -> Iterator[Answer]:
@@ -169,7 +180,7 @@ class Replica:
         if first_token is not None:
             self.warm(first_token)
         prompts, params = [job.ids for job in jobs], [job.params for job in jobs]
-        with contextlib.closing(self._engine.stream_all(prompts, params)) as deltas:
+        with contextlib.closing(self.engine.stream_all(prompts, params)) as deltas:
             for i, delta in deltas:
                 if run <= self._left:
                     break
@@ -182,4 +193,4 @@ class Replica:
 
     def stats(self) -> Stats:
         """The counts of the replica's engine."""
-        return self._engine.stats()
+        return self.engine.stats()

@@ -128,8 +128,9 @@ class Health(HTTPEndpoint):
 
     async def get(self, request: Request) -> Response:
         """Answers with status ok; raises ApiError 503 if the server cannot take requests."""
-        await request.app.state.service.check_health()
-        return JSONResponse({"status": "ok"})
+        service: Service = request.app.state.service
+        await service.check_health()
+        return JSONResponse({"status": "ok", **service.condition()})
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -5,14 +5,15 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ling3.engine.outputs import Delta, Stats
 from ling3.engine.sampling_params import SamplingParams
 from ling3.runtime.parameters import ParameterError
 from ling3.runtime.quoting import named
-from ling3.serve import Engine, QueueFull
+from ling3.serve import QueueFull
 from ling3.server import log
+from ling3.server.answering import Answering, Deltas
 from ling3.server.errors import ApiError, wrong
 from ling3.server.metrics import Metrics
 from ling3.text.tokenizer import Tokenizer
@@ -26,19 +27,19 @@ ANSWER = 1.0
 PATIENCE = 120.0
 """Seconds without an answer, for instance during a compilation, after which the engine counts as hung."""
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]
-
 
 @dataclasses.dataclass
 class Service:
     """The engine, and the state of the server that the endpoints share."""
 
-    engine: Engine
+    engine: Answering
     tokenizer: Tokenizer
     name: str
     """The model's name for clients."""
     allow_unknown_fields: bool = False
     """Whether unknown fields of requests are ignored instead of refused."""
+    condition: Callable[[], Mapping[str, object]] = dict
+    """Returns further fields for the answer of `/health`."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     large_bytes: int = 0
     """Bytes of large bodies of running requests, beyond the first `LARGE` of each."""
