@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 LOG = logging.getLogger("ling3.forms")
 RUNS = "its kernel runs"
-Operator = TypeVar("Operator")
+_Protocol = TypeVar("_Protocol")
 
 
-def form_of(operator: type[Operator]) -> Callable[[Callable[..., Any]], Operator]:
+def form_of(operator: type[_Protocol]) -> Callable[[Callable[..., Any]], _Protocol]:
     """Declares a function as a form of an operator, whose Protocol states the types of its arguments and its result.
 
     A form names its parameters as the Protocol does, and annotates only further ones of its own. The types are checked
