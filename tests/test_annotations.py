@@ -220,11 +220,6 @@ def convolution(module):
     module.short_conv(X, numbers(TINY.hidden_size, 4), tail, WHOLE.length, TINY.hidden_size, oldest)
 
 
-def few_token_experts(module):
-    stacks = (numbers(3, 5, 4), numbers(3, 5, 4), numbers(3, 4, 5))
-    module.few_token_experts(numbers(SEQ, 4), jnp.zeros((SEQ, 2), jnp.int32), numbers(SEQ, 2), *stacks)
-
-
 def moe(module):
     config = module.MoEConfig(**vars(moe_config(TINY, 1)))
     layer = module.MoE.init(config, **OPTIONS)
@@ -390,7 +385,7 @@ def gguf_checkpoint(module):
 
 
 SLOW = (
-    *("layers/csa", "layers/hyper", "ops/compressed_attention", "ops/few_token_experts"),
+    *("layers/csa", "layers/hyper", "ops/compressed_attention"),
     *("afd/operators/sending", "afd/operators/batching", "model", "mesh/sharded", "engine/pool", "ops/attention"),
     *("layers/mla", "engine/forward", "engine/verification", "ops/packed_kv"),
 )
@@ -442,7 +437,6 @@ FILES = {
     "layers/csa": csa,
     "layers/hyper": hyper,
     "ops/compressed_attention": compressed_attention,
-    "ops/few_token_experts": few_token_experts,
     "ops/packed_kv": packed_kv,
     "afd/operators/windows": windows,
     "afd/operators/sending": sending,
@@ -464,8 +458,12 @@ def is_array_type(node):
 
 
 def array_types(tree):
-    """Those of a module, in order; without those of a protocol, whose methods never run."""
-    protocols = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and ast.unparse(n.bases) == "Protocol"]
+    """Those of a module, in order; without those of a protocol that no function of the module is a form of."""
+    formed = {
+        ast.unparse(n.args[0]) for n in ast.walk(tree) if isinstance(n, ast.Call) and "form_of" in ast.dump(n.func)
+    }
+    classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name not in formed]
+    protocols = [n for n in classes if ast.unparse(n.bases) == "Protocol"]
     idle = {id(node) for protocol in protocols for node in ast.walk(protocol)}
     return [node for node in ast.walk(tree) if is_array_type(node) and id(node) not in idle]
 

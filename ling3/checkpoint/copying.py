@@ -78,7 +78,7 @@ _Block = tuple[Copy, int, int, Shaped[np.ndarray, "rows columns"]]
 
 
 class Copied(NamedTuple):
-    """The result of copying one block: its bytes in the file and, if checked, the names of tensors with bad values."""
+    """The result of copying one block: its bytes in memory and, if checked, the names of tensors with bad values."""
 
     nbytes: int
     infinite: Sequence[str] = ()
@@ -136,7 +136,7 @@ class Copier:
             if own is not target:  # wider integers: clipped ones stay out of range, so later checks find them
                 info = np.iinfo(target.dtype)
                 target[:] = np.clip(own, info.min, info.max)
-            return Copied(own.nbytes)
+            return Copied(target.nbytes)
         scratches = self._of_this_thread(exponent.dtype)
         read, masked = (scratch[: target.size].reshape(target.shape) for scratch in scratches)
         bits = target.view(exponent.dtype) if target.dtype == dtype else read
@@ -147,10 +147,10 @@ class Copier:
         elif target.dtype != dtype:
             target[:] = bits.view(dtype)
         if not self.check_finite:
-            return Copied(bits.nbytes)
+            return Copied(target.nbytes)
         if np.bitwise_and(bits, exponent, out=masked).max() >= exponent:
-            return Copied(bits.nbytes, _at(copy, start, masked == exponent))
-        return Copied(bits.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
+            return Copied(target.nbytes, _at(copy, start, masked == exponent))
+        return Copied(target.nbytes, scales=_wrong_scales(copy, start, target) if copy.largest else {})
 
     def _of_this_thread(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """This thread's scratch memory: for the bits of a block, and for their exponents."""

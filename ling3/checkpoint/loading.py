@@ -88,14 +88,15 @@ def load(
     invalid configuration or one of an unknown family, `hub.resolve`'s errors if there is no checkpoint, MeshError for a
     model that cannot be sharded by the rules, and ValueError for arguments that do not fit each other or the format.
     """
+    refuse_fork()
+    check(mesh, rules)
     if dequantize:
         if rounded_activations:
             raise ValueError("dequantize, rounded_activations: found True for both; expected it for one at most")
         options = {"revision": revision, "check_finite": check_finite, "mtp": mtp}
-        model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
+        with Together(mesh, CheckpointError):
+            model = dequantized(load(path, dtype, **options), jnp.bfloat16 if dtype is None else dtype)
         return model if mesh is None else place(model, mesh, rules)
-    refuse_fork()
-    check(mesh, rules)
     wanted = None if dtype is None else np.dtype(dtype)
     if wanted not in (None, np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         raise ValueError(f"dtype: found {wanted}; expected None, jnp.float32 or jnp.bfloat16")
@@ -205,11 +206,9 @@ def _read(
     scales: dict[str, float] = {}
 
     def total(i: int) -> int:
-        leaf, weights = parts[i]
-        if layout is None:
-            return _stored_bytes(leaf, weights, source, WHOLE, 0)
-        share, own = layout.shares[i], layout.local(i, leaf.value.shape)
-        return sum(_stored_bytes(leaf, weights, source, share, number) for number in own)
+        shape = parts[i][0].value.shape
+        share, count = (WHOLE, 1) if layout is None else (layout.shares[i], len(layout.local(i, shape)))
+        return count * math.prod(share.shape(shape)) * dtypes[i].itemsize
 
     def read(i: int, share: Share, number: int) -> np.ndarray:
         leaf, weights = parts[i]
@@ -341,19 +340,6 @@ def _rows(
     if columns == stride and target.flags.c_contiguous:
         target, stride = target.reshape(1, -1), weight.size
     yield Copy(tensor, target, start, stride)
-
-
-def _stored_bytes(
-    leaf: ArrayLeaf, weights: tuple[Weight, ...], source: StoredTensors, share: Share, number: int
-) -> int:
-    """The bytes that shard `number` of a leaf has in the files."""
-    first, end = (0, 1) if share.axis is None else share.spans[number]
-    experts = share.axis == 0 and weights[0].expert is not None
-    total = 0
-    for weight in weights[first:end] if experts else weights:
-        tensor = source[weight.name]
-        total += tensor.nbytes if weight.whole is None else tensor.nbytes * weight.size // math.prod(tensor.shape)
-    return total if experts or share.axis is None else total * (end - first) // leaf.value.shape[share.axis]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

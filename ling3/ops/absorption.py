@@ -7,6 +7,7 @@ from einops import rearrange
 from jaxtyping import Array, DTypeLike, Float, Int32
 
 from ling3.ops.adapters import RowUpdates, StackedUpdates, added
+from ling3.ops.forms import form_of
 from ling3.ops.matmul import Multiply
 from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
 from ling3.ops.quantized import Quantized
@@ -49,7 +50,7 @@ class LatentQueries(Protocol):
     """q W_uk of each head, accumulated in `sums` or wider (DeepSeek-V2, arXiv 2405.04434, §2.1.2)."""
 
     def __call__(
-        self, q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation, /
+        self, q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation = "float32", /
     ) -> Wide[Array, "batch heads latent"]:
         """Each head's query in the latent space."""
         ...
@@ -64,16 +65,15 @@ class LatentValues(Protocol):
         summed: Float[Array, "batch heads latent"],
         weight: Absorbed,
         value: int,
-        sums: Accumulation,
+        sums: Accumulation = "float32",
         /,
     ) -> Wide[Array, "batch heads {value}"]:
         """Each head's value."""
         ...
 
 
-def latent_queries(
-    q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation = "float32"
-) -> Wide[Array, "batch heads latent"]:
+@form_of(LatentQueries)
+def latent_queries(q, weight, sums: Accumulation = "float32"):
     """The plain form of `LatentQueries`: its reference implementation."""
     if isinstance(weight, LatentHalves):
         return _per_head("hbn,hln->hbl", q, weight.keys, sums)
@@ -81,12 +81,8 @@ def latent_queries(
     return _per_head("hbn,hnl->hbl", q, w_uk, sums)
 
 
-def latent_values(
-    summed: Float[Array, "batch heads latent"],
-    weight: Absorbed,
-    value: int,
-    sums: Accumulation = "float32",
-) -> Wide[Array, "batch heads {value}"]:
+@form_of(LatentValues)
+def latent_values(summed, weight, value, sums: Accumulation = "float32"):
     """The plain form of `LatentValues`: its reference implementation."""
     if isinstance(weight, LatentHalves):
         return _per_head("hbl,hvl->hbv", summed, weight.values, sums)

@@ -9,6 +9,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from ling3.ops.forms import form_of
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import Wide, exact, wide
 
@@ -151,14 +152,8 @@ class LatentAttention(Protocol):
         ...
 
 
-def block_attention(
-    q: Float[Array, "batch heads rows width"],
-    row_positions: Int32[Array, "batch rows"],
-    entries: Float[Array, "batch positions entry"],
-    length: Int32[Array, " batch"],
-    expansion: Expansion | PerHead | None = None,
-    oldest: Int32[Array, "batch rows"] | None = None,
-) -> Wide[Array, "batch heads rows value"]:
+@form_of(BlockAttention)
+def block_attention(q, row_positions, entries, length, expansion=None, oldest=None):
     """The plain form of `BlockAttention`: a running softmax, BLOCK positions at a time.
 
     The backward pass computes each block's scores again, as in FlashAttention (arXiv 2205.14135, §3.1), so that memory
@@ -174,15 +169,8 @@ def block_attention(
     return finish(lax.fori_loop(0, entries.shape[1] // BLOCK, step, _empty(q, expansion)))
 
 
-def paged_attention(
-    q: Float[Array, "batch heads rows width"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-    expansion: Expansion | PerHead | None = None,
-    window: int | None = None,
-) -> Wide[Array, "batch heads rows value"]:
+@form_of(PagedAttention)
+def paged_attention(q, row_positions, pages, table, length, expansion=None, window=None):
     """The plain form of `PagedAttention`.
 
     Batch rows are sorted by their number of pages and form groups of up to GROUP; the loop has one iteration for each
@@ -234,13 +222,8 @@ def paged_attention(
     return o[jnp.argsort(order)]
 
 
-def latent_attention(
-    q: Float[Array, "batch rows entry"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-) -> Wide[Array, "batch rows entry"]:
+@form_of(LatentAttention)
+def latent_attention(q, row_positions, pages, table, length):
     """The plain form of `LatentAttention`: its reference implementation."""
     return paged_attention(q[:, None], row_positions, pages, table, length)[:, 0]
 

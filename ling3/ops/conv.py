@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ling3.ops.forms import form_of
 from ling3.ops.precision import Wide, wide
 from ling3.ops.tails import continued
 
@@ -34,14 +35,8 @@ class ShortConvolution(Protocol):
         ...
 
 
-def short_conv(
-    x: Float[Array, "batch seq channels"],
-    weight: Float[Array, "channels taps"],
-    tail: Float[Array, "batch taps-1 all"],
-    length: Int32[Array, " batch"],
-    first: int,
-    oldest: Int32[Array, "batch seq"] | None = None,
-) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
+@form_of(ShortConvolution)
+def short_conv(x, weight, tail, length, first, oldest=None):
     """The plain form of `ShortConvolution`: its reference implementation."""
     (channels, taps), seq, dtype = weight.shape, x.shape[1], wide(x.dtype)
     own = lax.slice_in_dim(tail, first, first + channels, axis=2)

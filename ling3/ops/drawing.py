@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from ling3.ops.forms import form_of
 from ling3.ops.logits import largest
 
 Logits = Float32[Array, "batch vocab"]
@@ -39,15 +40,8 @@ class DrawToken(Protocol):
         ...
 
 
-def draw(
-    logits: Logits,
-    active: Bool[Array, " batch"],
-    key: Key[Array, " batch"],
-    temperature: Float32[Array, " batch"],
-    top_k: Int32[Array, " batch"],
-    top_p: Float32[Array, " batch"],
-    min_p: Float32[Array, " batch"],
-) -> Int32[Array, " batch"]:
+@form_of(DrawToken)
+def draw(logits, active, key, temperature, top_k, top_p, min_p):
     """The plain form of `DrawToken`: its reference implementation."""
     noise = jax.vmap(lambda own: jax.random.gumbel(own, logits.shape[1:], jnp.float32, mode="low"))(key)
     return largest(narrowed(logits, temperature, top_k, top_p, min_p) + noise)

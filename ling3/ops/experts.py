@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops import rows as rows_of
+from ling3.ops.forms import form_of
 from ling3.ops.matmul import Multiply, product
 from ling3.ops.precision import exact, wide
 from ling3.ops.quantized import Quantized, constant, matrix_of, numbers, rounded_for
@@ -52,17 +53,8 @@ class RoutedExperts(Protocol):
         ...
 
 
-def dense_experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    times: Multiply = product,
-    spread: Spread | None = None,
-) -> Float[Array, "tokens hidden"]:
+@form_of(RoutedExperts)
+def dense_experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
     """The specification of `RoutedExperts`: computes every expert for every token."""
     dtype = wide(x.dtype)
     experts, intermediate, _ = gate_proj.shape
@@ -141,19 +133,20 @@ def weighted(
     return functools.reduce(jnp.add, (rows[:, j] for j in range(weights.shape[1])))
 
 
+@form_of(RoutedExperts)
 def blocks_of_experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    times: Multiply = product,
-    spread: Spread | None = None,
+    x,
+    chosen,
+    weights,
+    gate_proj,
+    up_proj,
+    down_proj,
+    swiglu=SWIGLU,
+    times=product,
+    spread=None,
     read: rows_of.Read = rows_of.read,
     weighted: Callable[[jax.Array, jax.Array], jax.Array] = weighted,
-) -> Float[Array, "tokens hidden"]:
+):
     """`RoutedExperts` computed for the chosen experts only, in float32 or wider.
 
     Rows are sorted by expert and split into blocks of one expert each. A loop over the blocks reads each block's

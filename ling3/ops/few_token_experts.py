@@ -7,28 +7,18 @@ has the condition under which DeepSeek-V4's servers use it.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
 
-from ling3.ops.experts import differentiated_as_dense
-from ling3.ops.matmul import Multiply, product
+from ling3.ops.experts import RoutedExperts, differentiated_as_dense
+from ling3.ops.forms import form_of
+from ling3.ops.matmul import product
 from ling3.ops.precision import wide
-from ling3.ops.quantized import Quantized, matrix_of
-from ling3.ops.spread import Spread
-from ling3.ops.swiglu import SWIGLU, SwiGLU
+from ling3.ops.quantized import matrix_of
+from ling3.ops.swiglu import SWIGLU
 
 
 @differentiated_as_dense
-def few_token_experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    times: Multiply = product,
-    spread: Spread | None = None,
-) -> Float[Array, "tokens hidden"]:
+@form_of(RoutedExperts)
+def few_token_experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
     """y_t = Σ_j weights_tj · expert_{chosen_tj}(x_t), one choice after another, each expert read in place.
 
     Nothing is sorted, and only chosen experts are read; an expert that several tokens chose is read for each of them.

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ling3.ops.forms import form_of
+
 
 @runtime_checkable
 class KDAStep(Protocol):
@@ -98,14 +100,8 @@ class ChunkKDA(Protocol):
         ...
 
 
-def kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads #key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+@form_of(KDAStep)
+def kda_step(q, k, v, g, beta, state):
     """One token of the recurrence: the output o and the state after it."""
     o, *factors = output_and_factors(q, k, v, g, beta, state)
     return o, written(state, *factors)
@@ -145,26 +141,13 @@ def written(
     return decay[..., None] * state + k[..., None] * u[..., None, :]
 
 
-def in_turn(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-) -> NoReturn:
+def in_turn(*arrays: Array) -> NoReturn:
     """Raises ValueError: the last bits of the plain form depend on how XLA fuses it with the program around it."""
     raise ValueError("KDA keeps the bits of single steps only in its C++ kernel, which this platform does not have")
 
 
-def recurrent_kda(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+@form_of(KDAInTurn)
+def recurrent_kda(q, k, v, g, beta, state):
     """The recurrence token by token: the outputs o of all tokens and the state after the last.
 
     A token with g = 0 and beta = 0 leaves the state unchanged; padding has both. g = -inf resets the state to zero.

@@ -5,24 +5,17 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from ling3.ops.forms import form_of
+from ling3.ops.kda import ChunkKDA
+
 # The largest exponent in a factor of a decayed product: exp(40)² = exp(80) still fits float32 (up to exp(88.7)).
 MAX_NATS = 40.0
 # Tokens of a chunk that share one reference point for their decays.
 SUB_CHUNK = 16
 
 
-def chunk_kda(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-    *,
-    lower_bound: float | None,
-    chunk_size: int = 16,
-    resets: bool = False,
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+@form_of(ChunkKDA)
+def chunk_kda(q, k, v, g, beta, state, *, lower_bound, chunk_size=16, resets=False):
     """The recurrence as matrix products, `chunk_size` tokens at a time (16 times a power of two, else ValueError).
 
     16 is fastest on a CPU, to run and to compile; a GPU's matrix units want larger products and fewer iterations.

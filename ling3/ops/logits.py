@@ -5,6 +5,8 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from ling3.ops.forms import form_of
+
 SEGMENT = 256
 """Logits are first reduced in segments of this size: XLA's CPU backend is slow over rows as long as a vocabulary."""
 
@@ -24,9 +26,8 @@ class Likeliest(Protocol):
         ...
 
 
-def likeliest(
-    logits: Float32[Array, "batch vocab"], active: Bool[Array, " batch"]
-) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
+@form_of(Likeliest)
+def likeliest(logits, active):
     """The plain form of `Likeliest`: its reference implementation."""
     return largest(logits), log_sum_exp(logits)
 

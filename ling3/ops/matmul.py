@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
+from ling3.ops.forms import form_of
 from ling3.ops.precision import Accumulation, Wide, exact, summed_in, wide
 from ling3.ops.quantized import Quantized, constant, numbers
 
@@ -30,7 +31,7 @@ class Product(Protocol):
         self,
         x: Float[Array, "*stack rows inner"],
         weight: Float[Array, "*stack outer inner"] | Quantized,
-        sums: Accumulation,
+        sums: Accumulation = "float32",
         /,
     ) -> Wide[Array, "*stack rows outer"]:
         """The product of each row."""
@@ -48,11 +49,8 @@ class Multiply(Protocol):
         ...
 
 
-def product(
-    x: Float[Array, "*stack rows inner"],
-    weight: Float[Array, "*stack outer inner"] | Quantized,
-    sums: Accumulation = "float32",
-) -> Wide[Array, "*stack rows outer"]:
+@form_of(Product)
+def product(x, weight, sums: Accumulation = "float32"):
     """The plain form of `Product`: its reference implementation."""
     if isinstance(weight, Quantized):
         dense = functools.partial(matmul_transposed, sums=sums)

@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
+from ling3.ops.forms import form_of
+
 T = TypeVar("T")
 
 
@@ -30,11 +32,13 @@ class Read(Protocol):
         ...
 
 
-def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
+@form_of(TakeRows)
+def take_rows(x, rows):
     """The plain form of `TakeRows`: its reference implementation."""
     return x[jnp.minimum(rows, x.shape[0] - 1)]
 
 
-def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
+@form_of(Read)
+def read(read, dtype, always):
     """The plain form of `Read`: its reference implementation."""
     return read()

@@ -62,6 +62,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def rechecked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function as the import hook does, for annotations that it got after the hook."""
+    return jaxtyping.jaxtyped(function, typechecker=checked)
+
+
 def _problem(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The message for a call that fails. `function` is jaxtyping's stub, which gets and returns the call's result."""
     signature = inspect.signature(function)

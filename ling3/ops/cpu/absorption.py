@@ -12,9 +12,9 @@ from einops import rearrange
 from jaxtyping import Array, Float, Float32
 
 from ling3.ops import absorption
-from ling3.ops.absorption import Absorbed, LatentHalves
+from ling3.ops.absorption import LatentHalves
 from ling3.ops.cpu import attention, matmul
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.ops.precision import Accumulation, Wide
 from ling3.ops.quantized import Quantized
 from ling3.runtime import native
@@ -33,9 +33,8 @@ def unsuited(
     return native.missing(attention.SOURCE)
 
 
-def latent_queries(
-    q: Float[Array, "batch heads nope"], weight: Absorbed, sums: Accumulation = "float32"
-) -> Wide[Array, "batch heads latent"]:
+@form_of(absorption.LatentQueries)
+def latent_queries(q, weight, sums: Accumulation = "float32"):
     """Computes `absorption.latent_queries` with the C++ kernel, where it suits."""
     if isinstance(weight, LatentHalves):
         return _stacked(q, weight.keys, sums)
@@ -44,12 +43,8 @@ def latent_queries(
     return _queries(q, weight)
 
 
-def latent_values(
-    summed: Float[Array, "batch heads latent"],
-    weight: Absorbed,
-    value: int,
-    sums: Accumulation = "float32",
-) -> Wide[Array, "batch heads {value}"]:
+@form_of(absorption.LatentValues)
+def latent_values(summed, weight, value, sums: Accumulation = "float32"):
     """Computes `absorption.latent_values` with the C++ kernel, where it suits."""
     if isinstance(weight, LatentHalves):
         return _stacked(summed, weight.values, sums)
@@ -86,7 +81,7 @@ def _values(
 
 @_values.defjvp
 def _derivative_of_values(value: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    plain = functools.partial(absorption.latent_values, value=value)
+    plain = lambda summed, weight: absorption.latent_values(summed, weight, value)  # noqa: E731
     return _values(value, *primals), jax.jvp(plain, primals, tangents)[1]
 
 

@@ -321,32 +321,8 @@ ffi::Error Heads(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, Attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()               // q
-                                  .Arg<Ints>()                 // positions
-                                  .Arg<Floats>()               // pages
-                                  .Arg<Ints>()                 // table
-                                  .Arg<Ints>()                 // length
-                                  .Attr<int64_t>("values")     // where values begin in an entry
-                                  .Attr<int64_t>("window")     // 0: none
-                                  .Ret<Floats>());             // out
+HANDLER(attention, Attention, "values", "window")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(absorb_keys, Heads<true>,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()    // x
-                                  .Arg<ffi::AnyBuffer>()    // weight
-                                  .Attr<int64_t>("first")   // of each head's rows
-                                  .Attr<int64_t>("count")   // how many of these
-                                  .Ret<Floats>());          // out
+HANDLER(absorb_keys, Heads<true>, "first", "count")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(expand_values, Heads<false>,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()    // x
-                                  .Arg<ffi::AnyBuffer>()    // weight
-                                  .Attr<int64_t>("first")   // of each head's rows
-                                  .Attr<int64_t>("count")   // how many of these
-                                  .Ret<Floats>());          // out
+HANDLER(expand_values, Heads<false>, "first", "count")

@@ -10,12 +10,11 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
 from ling3.ops import attention
 from ling3.ops.attention import Expansion, PerHead
-from ling3.ops.forms import runs
-from ling3.ops.precision import Wide
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -42,44 +41,24 @@ def unsuited(
     return native.missing(SOURCE)
 
 
-def paged_attention(
-    q: Float[Array, "batch heads rows width"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-    expansion: Expansion | PerHead | None = None,
-    window: int | None = None,
-) -> Wide[Array, "batch heads rows value"]:
+@form_of(attention.PagedAttention)
+def paged_attention(q, row_positions, pages, table, length, expansion=None, window=None):
     """Computes `attention.paged_attention` with the C++ kernel, where it suits."""
     if not runs("paged_attention", unsuited(q, pages, expansion)):
         return attention.paged_attention(q, row_positions, pages, table, length, expansion, window)
-    assert not isinstance(expansion, Expansion), "that is unsuited"
     return _over_pages(q, row_positions, pages, table, length, expansion, window)
 
 
-def latent_attention(
-    q: Float[Array, "batch rows entry"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-) -> Wide[Array, "batch rows entry"]:
+@form_of(attention.LatentAttention)
+def latent_attention(q, row_positions, pages, table, length):
     """Computes `attention.latent_attention` with the C++ kernel, where it suits."""
     if not runs("latent_attention", unsuited(q[:, None], pages, None)):
         return attention.latent_attention(q, row_positions, pages, table, length)
     return _over_pages(q[:, None], row_positions, pages, table, length, None, None)[:, 0]
 
 
-def _over_pages(
-    q: Float[Array, "batch heads rows width"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-    expansion: PerHead | None,
-    window: int | None,
-) -> Float32[Array, "batch heads rows value"]:
+@form_of(attention.PagedAttention)
+def _over_pages(q, row_positions, pages, table, length, expansion: PerHead | None, window):
     """Calls the kernel. Sums are float32; a row's result is bitwise independent of the other rows."""
     value = pages.shape[2] if expansion is None else expansion.value
     shape = jax.ShapeDtypeStruct((*q.shape[:3], value), jnp.float32)

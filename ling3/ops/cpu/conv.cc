@@ -134,13 +134,4 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> wei
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(short_conv, Run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()             // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()      // weight
-                                  .Arg<ffi::AnyBuffer>()             // tail
-                                  .Arg<ffi::Buffer<ffi::S32>>()      // length
-                                  .Attr<int64_t>("first")
-                                  .Ret<ffi::Buffer<ffi::F32>>()      // y
-                                  .Ret<ffi::AnyBuffer>());           // tail
+HANDLER(short_conv, Run, "first")

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
 from ling3.ops import conv
-from ling3.ops.forms import runs
-from ling3.ops.precision import Wide
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -37,14 +36,8 @@ def unsuited(
     return native.missing(SOURCE)
 
 
-def short_conv(
-    x: Float[Array, "batch seq channels"],
-    weight: Float[Array, "channels taps"],
-    tail: Float[Array, "batch taps-1 all"],
-    length: Int32[Array, " batch"],
-    first: int,
-    oldest: Int32[Array, "batch seq"] | None = None,
-) -> tuple[Wide[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
+@form_of(conv.ShortConvolution)
+def short_conv(x, weight, tail, length, first, oldest=None):
     """Computes `conv.short_conv` with the C++ kernel, where it suits. The outputs of padding are zeros.
 
     A token's bits depend on its own inputs alone, and not on how a row's tokens are split into calls.
@@ -55,13 +48,8 @@ def short_conv(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(
-    first: int,
-    x: Float[Array, "batch seq channels"],
-    weight: Float[Array, "channels taps"],
-    tail: Float[Array, "batch taps-1 all"],
-    length: Int32[Array, " batch"],
-) -> tuple[Float32[Array, "batch seq channels"], Float[Array, "batch taps-1 all"]]:
+@form_of(conv.ShortConvolution)
+def _run(first, x, weight, tail, length):
     shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct(tail.shape, tail.dtype))
     target = native.target(SOURCE, "short_conv")
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases={2: 1})
@@ -71,5 +59,5 @@ def _run(
 
 @_run.defjvp
 def _derivative(first: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Any, Any]:
-    plain = functools.partial(conv.short_conv, first=first)
+    plain = lambda x, weight, tail, length: conv.short_conv(x, weight, tail, length, first)  # noqa: E731
     return _run(first, *primals), jax.jvp(plain, primals, tangents)[1]

@@ -271,16 +271,4 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<
 
 }  // namespace
 
-using F32 = ffi::Buffer<ffi::F32>;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(draw, Draw,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()                       // logits
-                                  .Arg<ffi::Buffer<ffi::PRED>>()    // active
-                                  .Arg<ffi::Buffer<ffi::U32>>()     // key
-                                  .Arg<F32>()                       // temperature
-                                  .Arg<ffi::Buffer<ffi::S32>>()     // top_k
-                                  .Arg<F32>()                       // top_p
-                                  .Arg<F32>()                       // min_p
-                                  .Ret<ffi::Buffer<ffi::S32>>());   // token
+HANDLER(draw, Draw)

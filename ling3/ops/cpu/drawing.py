@@ -8,12 +8,12 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Key
 
 from ling3.ops import drawing as plain
 from ling3.ops.cpu.logits import LEAST, for_active_rows
 from ling3.ops.drawing import Logits
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -29,15 +29,8 @@ def unsuited(logits: Logits, key: Key[Array, " batch"]) -> str | None:
     return native.missing(SOURCE)
 
 
-def draw(
-    logits: Logits,
-    active: Bool[Array, " batch"],
-    key: Key[Array, " batch"],
-    temperature: Float32[Array, " batch"],
-    top_k: Int32[Array, " batch"],
-    top_p: Float32[Array, " batch"],
-    min_p: Float32[Array, " batch"],
-) -> Int32[Array, " batch"]:
+@form_of(plain.DrawToken)
+def draw(logits, active, key, temperature, top_k, top_p, min_p):
     """Computes `drawing.draw` with the C++ kernel, where it suits.
 
     A row's id does not depend on the other rows or on threads. It is the plain form's, but where two ids are equally
@@ -50,14 +43,7 @@ def draw(
     return call(logits, active, jax.random.key_data(key), temperature, top_k, top_p, min_p)
 
 
-def xla_draw(
-    logits: Logits,
-    active: Bool[Array, " batch"],
-    key: Key[Array, " batch"],
-    temperature: Float32[Array, " batch"],
-    top_k: Int32[Array, " batch"],
-    top_p: Float32[Array, " batch"],
-    min_p: Float32[Array, " batch"],
-) -> Int32[Array, " batch"]:
+@form_of(plain.DrawToken)
+def xla_draw(logits, active, key, temperature, top_k, top_p, min_p):
     """`drawing.draw` by XLA alone, one row after another: rows that are not active cost nothing."""
     return for_active_rows(plain.draw, logits, active, key, temperature, top_k, top_p, min_p)

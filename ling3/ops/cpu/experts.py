@@ -6,12 +6,11 @@ from jaxtyping import Array, Float, Int32
 from ling3.ops.cpu import products
 from ling3.ops.cpu.matmul import arrays_of
 from ling3.ops.cpu.rows import read, weighted
-from ling3.ops.experts import Groups, blocks_of_experts, differentiated_as_dense
-from ling3.ops.forms import runs
-from ling3.ops.matmul import Multiply, product
+from ling3.ops.experts import Groups, RoutedExperts, blocks_of_experts, differentiated_as_dense
+from ling3.ops.forms import form_of, runs
+from ling3.ops.matmul import product
 from ling3.ops.quantized import Quantized
-from ling3.ops.spread import Spread
-from ling3.ops.swiglu import SWIGLU, SwiGLU
+from ling3.ops.swiglu import SWIGLU
 
 xla_experts = differentiated_as_dense(blocks_of_experts, read=read)
 """`experts.block_experts`, by XLA, with 16-bit and quantized weights read inside a branch (`cpu.rows.read`)."""
@@ -46,17 +45,8 @@ def unsuited(
 
 
 @differentiated_as_dense
-def experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    times: Multiply = product,
-    spread: Spread | None = None,
-) -> Float[Array, "tokens hidden"]:
+@form_of(RoutedExperts)
+def experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
     """Computes `experts.block_experts` with the C++ kernels, where they suit."""
     count, stacks = gate_proj.shape[0], (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, chosen, *stacks)):

@@ -194,25 +194,6 @@ ffi::Error Look(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_run, Run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()   // q
-                                  .Arg<F32>()   // k
-                                  .Arg<F32>()   // v
-                                  .Arg<F32>()   // g
-                                  .Arg<F32>()   // beta
-                                  .Arg<F32>()   // state
-                                  .Ret<F32>()   // o
-                                  .Ret<F32>()); // state
+HANDLER(kda_run, Run)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kda_look, Look,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()   // q
-                                  .Arg<F32>()   // k
-                                  .Arg<F32>()   // v
-                                  .Arg<F32>()   // g
-                                  .Arg<F32>()   // beta
-                                  .Arg<F32>()   // state
-                                  .Ret<F32>()); // o
+HANDLER(kda_look, Look)

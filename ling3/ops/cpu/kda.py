@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from ling3.ops import kda, kda_chunks
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -32,15 +32,8 @@ def unsuited(state: Float[Array, "batch heads key value"]) -> str | None:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(
-    options: tuple[tuple[str, Any], ...],
-    q: Float32[Array, "batch seq heads key"],
-    k: Float32[Array, "batch seq heads key"],
-    v: Float32[Array, "batch seq heads value"],
-    g: Float32[Array, "batch seq heads #key"],
-    beta: Float32[Array, "batch seq heads"],
-    state: Float32[Array, "batch heads key value"],
-) -> tuple[Float32[Array, "batch seq heads value"], Float32[Array, "batch heads key value"]]:
+@form_of(kda.KDAInTurn)
+def _run(options: tuple[tuple[str, Any], ...], q, k, v, g, beta, state):
     """`kda.recurrent_kda`, with the derivative of `kda_chunks.chunk_kda`.
 
     A head skips a token whose q, g and beta are 0, such as padding: the output is 0, and the state is not touched. A
@@ -58,18 +51,8 @@ def _derivative(options: Any, primals: tuple[Array, ...], tangents: tuple[Array,
     return jax.jvp(functools.partial(kda_chunks.chunk_kda, **dict(options)), primals, tangents)
 
 
-def chunk_kda(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-    *,
-    lower_bound: float | None,
-    chunk_size: int = 16,
-    resets: bool = False,
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+@form_of(kda.ChunkKDA)
+def chunk_kda(q, k, v, g, beta, state, *, lower_bound, chunk_size=16, resets=False):
     """`kda_chunks.chunk_kda` with the kernel, where it suits: token by token, so prefill equals decode bit for bit."""
     options = {"lower_bound": lower_bound, "chunk_size": chunk_size, "resets": resets}
     if not runs("chunk_kda", unsuited(state)):
@@ -77,27 +60,15 @@ def chunk_kda(
     return _run(tuple(options.items()), q, k, v, g, beta, state)
 
 
-def in_turn(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch seq heads value"], Float[Array, "batch heads key value"]]:
+@form_of(kda.KDAInTurn)
+def in_turn(q, k, v, g, beta, state):
     """Computes `kda.KDAInTurn` with the C++ kernel. Raises ValueError if that does not run, and why."""
     _check(state)
     return _run((("lower_bound", None),), q, k, v, g, beta, state)
 
 
-def look(
-    q: Float[Array, "batch seq heads key"],
-    k: Float[Array, "batch seq heads key"],
-    v: Float[Array, "batch seq heads value"],
-    g: Float[Array, "batch seq heads #key"],
-    beta: Float[Array, "batch seq heads"],
-    state: Float[Array, "batch heads key value"],
-) -> Float[Array, "batch seq heads value"]:
+@form_of(kda.KDALook)
+def look(q, k, v, g, beta, state):
     """Computes `kda.KDALook` with the C++ kernel, which writes no state: copies of some columns stay in the cache."""
     _check(state)
     call = jax.ffi.ffi_call(native.target(SOURCE, "kda_look"), jax.ShapeDtypeStruct(v.shape, jnp.float32))
@@ -109,14 +80,8 @@ def _check(state: Float[Array, "batch heads key value"]) -> None:
         raise ValueError(f"KDA keeps the bits of single steps only in its C++ kernel, which does not run: {why}")
 
 
-def kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads #key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+@form_of(kda.KDAStep)
+def kda_step(q, k, v, g, beta, state):
     """Computes `kda.kda_step` with the C++ kernel, where it suits."""
     if not runs("kda_step", unsuited(state)):
         return xla_kda_step(q, k, v, g, beta, state)
@@ -125,14 +90,8 @@ def kda_step(
     return o[:, 0], state
 
 
-def xla_kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads #key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+@form_of(kda.KDAStep)
+def xla_kda_step(q, k, v, g, beta, state):
     """`kda.kda_step` with a fusion barrier, without which XLA would recompute the factors inside the outer product."""
     o, *factors = kda.output_and_factors(q, k, v, g, beta, state)
     return o, kda.written(state, *lax.optimization_barrier(factors))

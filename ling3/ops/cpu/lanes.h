@@ -12,8 +12,10 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -232,4 +234,45 @@ inline void each(ffi::ThreadPool& pool, int64_t total, const std::function<void(
   while (progress->done.load(std::memory_order_acquire) < total) std::this_thread::yield();
 }
 
+template <class T>
+constexpr bool IS_BUFFER = std::is_same_v<T, ffi::AnyBuffer>;
+template <ffi::DataType type>
+constexpr bool IS_BUFFER<ffi::Buffer<type>> = true;
+
+// XLA's handler of a function, bound argument by argument, each by its type: the thread pool, a buffer, a result, or an
+// attribute, which has the next of the `names`.
+template <class F, class Binding>
+auto bound(F function, Binding&& binding, const char* const*) { return std::move(binding).To(function); }
+
+template <class F, class Binding, class T, class... More>
+auto bound(F function, Binding&& binding, const char* const* names, T*, More*... more);
+
+template <class F, class Binding, class T, class... More>
+auto bound(F function, Binding&& binding, const char* const* names, ffi::Result<T>*, More*... more) {
+  return bound(function, std::move(binding).template Ret<T>(), names, more...);
+}
+
+template <class F, class Binding, class T, class... More>
+auto bound(F function, Binding&& binding, const char* const* names, T*, More*... more) {
+  if constexpr (std::is_same_v<T, ffi::ThreadPool>) {
+    return bound(function, std::move(binding).template Ctx<T>(), names, more...);
+  } else if constexpr (IS_BUFFER<T>) {
+    return bound(function, std::move(binding).template Arg<T>(), names, more...);
+  } else {
+    return bound(function, std::move(binding).template Attr<T>(*names), names + 1, more...);
+  }
+}
+
+template <class... T>
+auto handler_of(ffi::Error (*function)(T...), std::initializer_list<const char*> names) {
+  return bound(function, ffi::Ffi::Bind(), names.begin(), (T*)nullptr...);
+}
+
 }  // namespace
+
+// Exports `function` to XLA as `name`, with the names of its attributes, in their order.
+#define HANDLER(name, function, ...)                                          \
+  extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {                  \
+    static auto* handler = handler_of(function, {__VA_ARGS__}).release();     \
+    return handler->Call(frame);                                              \
+  }

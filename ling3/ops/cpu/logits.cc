@@ -82,10 +82,4 @@ ffi::Error Likeliest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Bu
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(likeliest, Likeliest,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()     // logits
-                                  .Arg<ffi::Buffer<ffi::PRED>>()    // active
-                                  .Ret<ffi::Buffer<ffi::S32>>()     // token
-                                  .Ret<ffi::Buffer<ffi::F32>>());   // total
+HANDLER(likeliest, Likeliest)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Float32, PyTree
 
 from ling3.ops import logits as plain
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 T = TypeVar("T")
@@ -29,9 +29,8 @@ def unsuited(logits: Float32[Array, "batch vocab"]) -> str | None:
     return native.missing(SOURCE)
 
 
-def likeliest(
-    logits: Float32[Array, "batch vocab"], active: Bool[Array, " batch"]
-) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
+@form_of(plain.Likeliest)
+def likeliest(logits, active):
     """Computes `logits.likeliest` with the C++ kernel, where it suits. A row's bits do not depend on the threads."""
     if not runs("likeliest", unsuited(logits)):
         return xla_likeliest(logits, active)
@@ -41,9 +40,8 @@ def likeliest(
     return token, total
 
 
-def xla_likeliest(
-    logits: Float32[Array, "batch vocab"], active: Bool[Array, " batch"]
-) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
+@form_of(plain.Likeliest)
+def xla_likeliest(logits, active):
     """`logits.likeliest` by XLA alone, one row after another: rows that are not active cost nothing."""
     return for_active_rows(plain.likeliest, logits, active)
 

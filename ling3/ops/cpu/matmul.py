@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Float32
 
 from ling3.ops import matmul
 from ling3.ops.cpu import products
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.ops.matmul import decoded_product, differential, dot, in_blocks
-from ling3.ops.precision import Accumulation, Wide
+from ling3.ops.precision import Accumulation
 from ling3.ops.quantized import Quantized, constant
 
 FEW_ROWS = 32
@@ -35,11 +35,8 @@ def unsuited(
     return products.unsuited(x, matrix, weight.shape[-1], least)
 
 
-def product(
-    x: Float[Array, "*stack rows inner"],
-    weight: Float[Array, "*stack outer inner"] | Quantized,
-    sums: Accumulation = "float32",
-) -> Wide[Array, "*stack rows outer"]:
+@form_of(matmul.Product)
+def product(x, weight, sums: Accumulation = "float32"):
     """`matmul.product` with the kernels, where they suit: a row's bits are then the same for any number of rows."""
     if runs("product", unsuited(x, weight, sums)):
         return _decoded(weight.rounded(x), constant(weight)) if isinstance(weight, Quantized) else _dense(x, weight)
@@ -54,11 +51,8 @@ def product(
     return decoded_product(x, weight, times)
 
 
-def xla_product(
-    x: Float[Array, "*stack rows inner"],
-    weight: Float[Array, "*stack outer inner"] | Quantized,
-    sums: Accumulation = "float32",
-) -> Wide[Array, "*stack rows outer"]:
+@form_of(matmul.Product)
+def xla_product(x, weight, sums: Accumulation = "float32"):
     """`matmul.product` by XLA alone, which repacks the right operand of a product in every call.
 
     With few rows it computes (W xᵀ)ᵀ, so that it repacks x and not the much larger weight. A row's result then depends

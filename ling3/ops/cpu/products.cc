@@ -283,42 +283,6 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32>
 
 }  // namespace
 
-using Any = ffi::AnyBuffer;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
+HANDLER(product, Product, "block")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()    // x
-                                  .Arg<Any>()    // numbers
-                                  .Arg<Any>()    // scales
-                                  .Arg<Any>()    // zero points
-                                  .Attr<std::string_view>("block")
-                                  .Ret<F32>()    // out
-                                  .Ret<F32>());  // x, laid out
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(experts, Experts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()  // x
-                                  .Arg<S32>()  // order
-                                  .Arg<S32>()  // starts
-                                  .Arg<S32>()  // counts
-                                  .Arg<Any>()  // gate: numbers, scales, zero points
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()  // up
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()  // down
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Attr<float>("limit")
-                                  .Attr<bool>("limit_first")
-                                  .Attr<std::string_view>("gate_block")
-                                  .Attr<std::string_view>("up_block")
-                                  .Attr<std::string_view>("down_block")
-                                  .Ret<F32>()    // out
-                                  .Ret<F32>()    // x, laid out
-                                  .Ret<F32>());  // between, laid out
+HANDLER(experts, Experts, "limit", "limit_first", "gate_block", "up_block", "down_block")

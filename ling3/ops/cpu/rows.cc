@@ -45,16 +45,6 @@ ffi::Error Weighted(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weights, ffi::Bu
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(weighted_rows, Weighted,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()      // weights
-                                  .Arg<ffi::Buffer<ffi::F32>>()      // rows
-                                  .Ret<ffi::Buffer<ffi::F32>>());    // out
+HANDLER(weighted_rows, Weighted)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows, Take,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()             // x
-                                  .Arg<ffi::Buffer<ffi::S32>>()      // rows
-                                  .Ret<ffi::AnyBuffer>());           // out
+HANDLER(take_rows, Take)

@@ -5,23 +5,21 @@ XLA gathers number by number, at a tenth of the memory's speed, and also for out
 """
 
 import pathlib
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from ling3.ops import experts
 from ling3.ops import rows as plain
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.runtime import native
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 LEAST = 2**20
 """Bytes of all the rows below which compiling the kernel takes longer than it saves."""
-T = TypeVar("T")
 
 
 def unsuited(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> str | None:
@@ -31,7 +29,8 @@ def unsuited(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> str
     return native.missing(SOURCE)
 
 
-def take_rows(x: Shaped[Array, "held *rest"], rows: Int32[Array, " rows"]) -> Shaped[Array, "rows *rest"]:
+@form_of(plain.TakeRows)
+def take_rows(x, rows):
     """Computes `rows.take_rows` with the C++ kernel, where it suits."""
     if not runs("take_rows", unsuited(x, rows)):
         return plain.take_rows(x, rows)
@@ -54,7 +53,8 @@ def weighted(
     return call(weights.astype(rows.dtype), rows)
 
 
-def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
+@form_of(plain.Read)
+def read(read, dtype, always):
     """`rows.read` inside a branch that is always taken, and out of which XLA hoists nothing.
 
     XLA reads a row of a bfloat16 array by converting the array to float32 and indexing the result. It would hoist this
@@ -63,7 +63,7 @@ def read(read: Callable[[], T], dtype: DTypeLike, always: Bool[Array, ""]) -> T:
     if jnp.dtype(dtype).itemsize >= 4:
         return read()
 
-    def nothing() -> T:
+    def nothing() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read))
 
     return lax.cond(always, read, nothing)

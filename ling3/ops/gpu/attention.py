@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from ling3.ops import attention
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.ops.gpu.triton import triton_params
-from ling3.ops.precision import Wide, exact, wide
+from ling3.ops.precision import exact, wide
 from ling3.runtime.interpreted import interpreted
 
 SPLIT = 256
@@ -33,13 +33,8 @@ def unsuited(q: Float[Array, "batch rows entry"], pages: Float[Array, "pages pag
     return "numbers are float64" if q.dtype == jnp.float64 else None
 
 
-def latent_attention(
-    q: Float[Array, "batch rows entry"],
-    row_positions: Int32[Array, "batch rows"],
-    pages: Float[Array, "pages page entry"],
-    table: Int32[Array, "batch columns"],
-    length: Int32[Array, " batch"],
-) -> Wide[Array, "batch rows entry"]:
+@form_of(attention.LatentAttention)
+def latent_attention(q, row_positions, pages, table, length):
     """Computes `attention.latent_attention` with the Pallas kernels, where they suit."""
     if not runs("latent_attention", unsuited(q, pages)):
         return attention.latent_attention(q, row_positions, pages, table, length)

@@ -8,10 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from ling3.ops.experts import Groups, block_experts, differentiated_as_dense, weighted
-from ling3.ops.forms import runs
+from ling3.ops.experts import Groups, RoutedExperts, block_experts, differentiated_as_dense, weighted
+from ling3.ops.forms import form_of, runs
 from ling3.ops.gpu.triton import triton_params
-from ling3.ops.matmul import Multiply, product
+from ling3.ops.matmul import product
 from ling3.ops.precision import exact, wide
 from ling3.ops.quantized import Quantized
 from ling3.ops.spread import Spread
@@ -36,17 +36,8 @@ def unsuited(x: Float[Array, "tokens hidden"], *stacks: Float[Array, "..."] | Qu
 
 
 @differentiated_as_dense
-def experts(
-    x: Float[Array, "tokens hidden"],
-    chosen: Int32[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    gate_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    up_proj: Float[Array, "experts intermediate hidden"] | Quantized,
-    down_proj: Float[Array, "experts hidden intermediate"] | Quantized,
-    swiglu: SwiGLU = SWIGLU,
-    times: Multiply = product,
-    spread: Spread | None = None,
-) -> Float[Array, "tokens hidden"]:
+@form_of(RoutedExperts)
+def experts(x, chosen, weights, gate_proj, up_proj, down_proj, swiglu=SWIGLU, times=product, spread=None):
     """Computes `experts.block_experts` with the Pallas kernels, where they suit."""
     stacks = (gate_proj, up_proj, down_proj)
     if not runs("experts", unsuited(x, *stacks)):

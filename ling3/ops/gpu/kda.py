@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ling3.ops import kda
-from ling3.ops.forms import runs
+from ling3.ops.forms import form_of, runs
 from ling3.ops.gpu.triton import triton_params
 from ling3.runtime.interpreted import interpreted
 
@@ -15,14 +15,8 @@ VALUES = 32
 WARPS = 4
 
 
-def kda_step(
-    q: Float[Array, "batch heads key"],
-    k: Float[Array, "batch heads key"],
-    v: Float[Array, "batch heads value"],
-    g: Float[Array, "batch heads #key"],
-    beta: Float[Array, "batch heads"],
-    state: Float[Array, "batch heads key value"],
-) -> tuple[Float[Array, "batch heads value"], Float[Array, "batch heads key value"]]:
+@form_of(kda.KDAStep)
+def kda_step(q, k, v, g, beta, state):
     """Computes `kda.kda_step` with the kernel if the key and value widths are powers of two."""
     odd = any(width & (width - 1) for width in state.shape[2:])
     if not runs("kda_step", "a head's width is no power of two" if odd else None):
