@@ -3,23 +3,25 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, no_type_check
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import kimi_linear, transformer
 from ling3.families.config_fields import Only, check, field, found, published, read, rules, too_large
+from ling3.families.deepseek_v3 import moe_config
+from ling3.families.deepseek_v4 import hyper_config
 from ling3.families.family import Family
 from ling3.families.quantization import Quantization
 from ling3.families.qwen3_5 import NESTED, text_of
 from ling3.families.transformer import count, size
-from ling3.layers.hyper import HyperConfig, HyperConnection, HyperMean
+from ling3.layers.hyper import HyperConnection, HyperMean
 from ling3.layers.indexed_mla import IndexedMLA, PoolIndexerConfig
-from ling3.layers.kda import KDA, KDAConfig
+from ling3.layers.kda import KDA
 from ling3.layers.mla import MLAConfig
 from ling3.layers.mlp import MLP
-from ling3.layers.moe import MoE, MoEConfig
+from ling3.layers.moe import MoE
 from ling3.model import CausalLM, FeedForward, Mixer
 from ling3.ops.swiglu import SwiGLU
 
@@ -207,17 +209,19 @@ def init(config: Glm5NextConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
 
     Norms, convolutions, routers, hyper-connections and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
     """
+    swiglu = SwiGLU(config.swiglu_limit, limit_first=True)
 
     def mixer(layer: int, own: PRNGKeyArray) -> Mixer:
         if config.attention_kind(layer) == LINEAR:
-            return KDA.init(_kda(config), key=own, dtype=dtype)
+            kda = kimi_linear.kda_config(config, config.linear_attn_config.gate_lower_bound)
+            return KDA.init(kda, key=own, dtype=dtype)
         return IndexedMLA.init(_mla(config), _indexer(config), key=own, dtype=dtype)
 
     def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:
         if config.mlp_layer_types[layer] == "sparse":
-            return MoE.init(_experts(config), key=own, dtype=dtype)
+            return MoE.init(moe_config(config, swiglu), key=own, dtype=dtype)
         sizes = (config.hidden_size, config.intermediate_size)
-        return MLP.init(*sizes, key=own, dtype=dtype, std=config.initializer_range, swiglu=_swiglu(config))
+        return MLP.init(*sizes, key=own, dtype=dtype, std=config.initializer_range, swiglu=swiglu)
 
     return _with_streams(
         transformer.build(config, mixer, feed_forward, key=key, dtype=dtype), jax.random.fold_in(key, 1)
@@ -227,34 +231,12 @@ def init(config: Glm5NextConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Caus
 def _with_streams(model: CausalLM, key: PRNGKeyArray) -> CausalLM:
     """The model with hyper-connections around each sublayer, and the mean of the streams before the last norm."""
     config = model.config
-    streams = HyperConfig(
-        hidden=config.hidden_size,
-        streams=config.hc_mult,
-        iterations=config.hc_sinkhorn_iters,
-        eps=config.hc_eps,
-        norm_eps=config.rms_norm_eps,
-        std=config.initializer_range,
-    )
-    decoder, layers = model.model, []
+    streams, decoder, layers = hyper_config(config), model.model, []
     for layer, own in zip(decoder.layers, jax.random.split(key, len(decoder.layers)), strict=True):
         first, second = (HyperConnection.init(streams, key=each) for each in jax.random.split(own))
         layers.append(dataclasses.replace(layer, attn_hc=first, ffn_hc=second))
     decoder = dataclasses.replace(decoder, layers=tuple(layers), hc_head=HyperMean(config.hc_mult))
     return dataclasses.replace(model, model=decoder)
-
-
-def _kda(config: Glm5NextConfig) -> KDAConfig:
-    linear = config.linear_attn_config
-    return KDAConfig(
-        hidden=config.hidden_size,
-        heads=linear.num_heads,
-        head_dim=linear.head_dim,
-        eps=config.rms_norm_eps,
-        std=config.initializer_range,
-        taps=linear.short_conv_kernel_size,
-        lower_bound=linear.gate_lower_bound,
-        gate_rank=linear.head_dim,
-    )
 
 
 def _mla(config: Glm5NextConfig) -> MLAConfig:
@@ -284,27 +266,6 @@ def _indexer(config: Glm5NextConfig) -> PoolIndexerConfig:
     )
 
 
-def _experts(config: Glm5NextConfig) -> MoEConfig:
-    return MoEConfig(
-        hidden=config.hidden_size,
-        experts=config.n_routed_experts,
-        intermediate=config.moe_intermediate_size,
-        shared=config.moe_intermediate_size * config.n_shared_experts,
-        top_k=config.num_experts_per_tok,
-        groups=config.n_group,
-        top_groups=config.topk_group,
-        normalize=config.norm_topk_prob,
-        scaling=config.routed_scaling_factor,
-        std=config.initializer_range,
-        swiglu=_swiglu(config),
-        shared_swiglu=_swiglu(config),
-    )
-
-
-def _swiglu(config: Glm5NextConfig) -> SwiGLU:
-    return SwiGLU(config.swiglu_limit, limit_first=True)
-
-
 _NAMES = (
     (r"\.attention\.mla\.dense\.", ".self_attn.o_proj."),
     (r"\.attention\.mla\.", ".self_attn."),
@@ -318,6 +279,7 @@ _NAMES = (
 """Regexes and replacements that turn the tree's names into the published ones, in this order."""
 
 
+@no_type_check  # called for every tensor
 def published_name(name: str, config: Glm5NextConfig) -> str:
     """The checkpoint's name of the tensor at the path `name` of the module tree."""
     for pattern, replacement in _NAMES:

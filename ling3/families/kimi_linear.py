@@ -201,22 +201,27 @@ UNUSED = ("head_dim", "rope_parameters", "rope_scaling", "rope_theta")
 """Ignored fields: no layer has heads of the size `head_dim`, and no layer uses RoPE."""
 
 
+def kda_config(config: Any, lower_bound: float | None = None) -> KDAConfig:
+    """The settings of KDA with low-rank gates, in a config with a `linear_attn_config`."""
+    linear = config.linear_attn_config
+    return KDAConfig(
+        hidden=config.hidden_size,
+        heads=linear.num_heads,
+        head_dim=linear.head_dim,
+        eps=config.rms_norm_eps,
+        std=config.initializer_range,
+        taps=linear.short_conv_kernel_size,
+        lower_bound=lower_bound,
+        gate_rank=linear.head_dim,
+    )
+
+
 def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
 
     Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
     """
-    linear, std = config.linear_attn_config, config.initializer_range
-    kda = KDAConfig(
-        hidden=config.hidden_size,
-        heads=linear.num_heads,
-        head_dim=linear.head_dim,
-        eps=config.rms_norm_eps,
-        std=std,
-        taps=linear.short_conv_kernel_size,
-        lower_bound=None,
-        gate_rank=linear.head_dim,
-    )
+    std = config.initializer_range
     mla = MLAConfig(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -244,7 +249,7 @@ def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
 
     def mixer(layer: int, own: PRNGKeyArray) -> Mixer:
         if config.attention_kind(layer) == "kda":
-            return KDA.init(kda, key=own, dtype=dtype)
+            return KDA.init(kda_config(config), key=own, dtype=dtype)
         return MLA.init(mla, key=own, dtype=dtype)
 
     def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:

@@ -135,13 +135,13 @@ class PoolIndexer(eqx.Module):
         Tokens that a query does not see, such as those after it in the incomplete pool, are still to be left out.
         """
         count, size = scores.shape[2] + 1, self.pool
-        incomplete = jnp.arange(count, dtype=jnp.int32) == complete[..., None]
+        incomplete = jnp.arange(count, dtype=jnp.int32)[None, None] == complete[..., None]
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
         scores = jnp.where(incomplete, jnp.inf, scores)
         if not listed:
             return jnp.repeat(ops.highest(scores, self.top + 1), size, axis=2)
         pools = lax.top_k(scores[:, 0], self.top + 1)[1].astype(jnp.int32)
-        return (size * pools[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(pools.shape[0], -1)
+        return (size * pools[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(pools.shape[0], -1)
 
 
 class IndexedMLAState(eqx.Module):

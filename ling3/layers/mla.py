@@ -246,14 +246,13 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: all heads share each token's single key and value."""
-        execution, table, length = span.execution, span.table, span.seen
-        assert table is not None, "a span over a paged array has a table"
-        row_positions = jnp.repeat(positions, self.heads, axis=1)
 
         def attend(q: Array) -> Array:
-            return execution.latent_attention(q, row_positions, state.entries, table, length)
+            assert span.table is not None, "a span over a paged array has a table"
+            length, row_positions = span.seen, jnp.repeat(positions, self.heads, axis=1)
+            return span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
 
-        return self.over_latents(q_nope, q_rope, attend, execution)
+        return self.over_latents(q_nope, q_rope, attend, span.execution)
 
     def over_latents(
         self,

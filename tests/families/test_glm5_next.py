@@ -1,5 +1,6 @@
 """GLM-5.3-Flash: its whole files, what its config refuses, and the laws of its indexer's pools."""
 
+import dataclasses
 import json
 
 import equinox as eqx
@@ -179,11 +180,12 @@ def test_a_query_depends_on_its_pools_alone(model):
 def test_room_for_the_chosen_pools_alone_is_plain_mla(model):
     """With as many pools as there are, the masked form computes what MLA does: up to the order of its sums."""
     layer, x = model.model.layers[1].attention, jax.random.normal(jax.random.key(2), (1, 24, 32))
-    every = eqx.tree_at(lambda own: own.indexer, layer, eqx.tree_at(lambda own: own.top, layer.indexer, 5))
+    every, more = (
+        dataclasses.replace(layer, indexer=dataclasses.replace(layer.indexer, top=count)) for count in (5, 6)
+    )
     plain, _ = layer.mla(x, None, Span.whole(1, 24))
     masked, _ = every(x, None, Span.whole(1, 24))
     np.testing.assert_allclose(masked[:, :23], plain[:, :23], atol=2e-5)  # the last query leaves out one pool of six
-    more = eqx.tree_at(lambda own: own.indexer, layer, eqx.tree_at(lambda own: own.top, layer.indexer, 6))
     np.testing.assert_array_equal(more(x, None, Span.whole(1, 24))[0], plain)
 
 
@@ -261,6 +263,6 @@ def test_fp8_files_keep_their_bits_beside_matrices_in_floats(tmp_path):
 @pytest.mark.parametrize("name", exhaustively(["rows_each", "text_starts"]))
 def test_what_pools_cannot_do_is_refused(model, name):
     value = {"rows_each": 2, "text_starts": jnp.zeros((2, 1), jnp.int32)}[name]
-    span = eqx.tree_at(lambda own: getattr(own, name), Span.whole(2, 1), value, is_leaf=lambda own: own is None)
+    span = dataclasses.replace(Span.whole(2, 1), **{name: value})
     with pytest.raises(ValueError, match="indexed MLA"):
         model.model.layers[1].attention(jnp.zeros((2, 1, 32)), None, span)

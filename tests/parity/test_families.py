@@ -13,11 +13,15 @@ pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: 
 pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
 import torch
+import transformers
 from exhaustive_cases import exhaustively
 from family_cases import CASES, LENGTHS, distance_on_a_cache, greedy_answers, logits_of, reopened, tokens
+from published_transformers import GLM_53_FLASH
 
 import ling3
+from ling3.checkpoint.names import structure
 from ling3.evals.perplexity import log_likelihood
+from ling3.families.glm5_next import Glm5NextConfig
 
 LOGITS = 2e-4
 
@@ -90,6 +94,15 @@ def test_gradients(case, tmp_path):
     for name, gradient in expected.items():
         if "correction_bias" not in name:  # theirs is a buffer
             assert np.abs(ours[name] - gradient).max() <= 1e-4 * np.abs(gradient).max(), name
+
+
+def test_transformers_counts_as_many_parameters_in_the_published_glm():
+    """Without the vision model; on a device that allocates nothing."""
+    with torch.device("meta"):
+        config = transformers.Glm5NextConfig.from_dict(GLM_53_FLASH)
+        theirs = transformers.Glm5NextForConditionalGeneration(config).state_dict()
+    count = sum(tensor.numel() for name, tensor in theirs.items() if not name.startswith("model.visual."))
+    assert count == structure(Glm5NextConfig.from_dict(GLM_53_FLASH)).parameters
 
 
 def arrays(directory):

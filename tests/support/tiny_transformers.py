@@ -96,10 +96,12 @@ CASES = {
             "linear_attn_config": published.GLM_53_FLASH["text_config"]["linear_attn_config"]
             | {"num_heads": 2, "head_dim": 8, "kda_layers": [0], "full_attn_layers": [1]},
             "mlp_layer_types": ["dense", "sparse"],
+            "model_type": "glm5_next",
             "n_routed_experts": 4,
             "num_hidden_layers": 2,
             "num_key_value_heads": 4,
             "num_nextn_predict_layers": 0,
+            "pad_token_id": None,
             "q_lora_rank": 12,
             "qk_head_dim": 8,
             "qk_nope_head_dim": 8,
