@@ -14,7 +14,7 @@ from ling3.cache import Cache, CacheSpec, Span, State, pages_of
 from ling3.execution import PLAIN, Execution
 from ling3.formats import weights_per_element
 from ling3.intervention import Intervention, recorder, takes_interventions
-from ling3.layers.hyper import HyperConnection, HyperHead, Streams
+from ling3.layers.hyper import HyperConnection, HyperHead, HyperMean, Streams
 from ling3.layers.linear import Matrix
 from ling3.layers.norm import RMSNorm
 from ling3.ops.attention import BLOCK
@@ -102,7 +102,7 @@ class Decoder(eqx.Module):
     word_embeddings: Matrix  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
-    hc_head: HyperHead | None = None  # joins the residual streams; None if there is only one
+    hc_head: HyperHead | HyperMean | None = None  # joins the residual streams; None if there is only one
 
     def __call__(
         self,
@@ -128,8 +128,10 @@ class Decoder(eqx.Module):
         return hidden, (*after, *memory)
 
     def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq *streams hidden"]:
-        """The initial residual stream, or all streams with hyper-connections."""
-        return x if self.hc_head is None else self.hc_head.spread(x)
+        """The initial residual stream; with hyper-connections all streams, each of which is the embedding."""
+        if self.hc_head is None:
+            return x
+        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.hc_head.streams, x.shape[2]))
 
     def normed(self, x: Float[Array, "batch seq *streams hidden"]) -> Float[Array, "batch seq hidden"]:
         """The normed hidden states that the head reads, from one residual stream or several."""

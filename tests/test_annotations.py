@@ -72,6 +72,7 @@ def norm(module):
     module.RMSNorm.init(4, 1e-6)(X[..., :4])
     module.RMSNorm.init(4, 1e-6, zero_centered=True)(X[..., :4])
     module.GatedRMSNorm.init(4, 1e-6)(numbers(2, 3, 2, 4), numbers(2, 3, 2, 4))
+    module.LayerNorm.init(4, 1e-6)(numbers(2, 4))
 
 
 def rope(module):
@@ -174,17 +175,30 @@ def csa(module):
             layer(x, layer.empty_state(SPEC), span(x.shape[1]))
 
 
+def indexed_mla(module):
+    config = MLAConfig(TINY.hidden_size, 3, q_rank=6, latent=16, nope=8, rope=0, value=6, eps=1e-6, std=1.0)
+    for top in (1, 9):
+        sizes = {"hidden": TINY.hidden_size, "q_rank": 6, "index_heads": 2, "index_dim": 5}
+        index = module.PoolIndexerConfig(**sizes, pool=2, top=top, std=1.0)
+        layer = module.IndexedMLA.init(dataclasses.replace(config, gate_law="none"), index, **OPTIONS)
+        layer(X, None, WHOLE)
+        for x in (X, ONE):
+            layer(x, layer.empty_state(SPEC), span(x.shape[1]))
+
+
 def hyper(module):
     config = module.HyperConfig(hidden=TINY.hidden_size, streams=3, iterations=2, eps=1e-6, norm_eps=1e-6, std=1.0)
     head = module.HyperHead.init(config, key=KEY)
-    streams = head.spread(X)
+    streams = jnp.stack([X] * 3, axis=2)
     h, streams = module.HyperConnection.init(config, key=KEY)(streams)
+    module.HyperMean(3)(streams + h)
     head(streams + h)
 
 
 def compressed_attention(module):
     q, start, table = numbers(BATCH, SEQ, 2, 6), WHOLE.start, span(SEQ).table
     seen, pages, entries = WHOLE.positions(SEQ), numbers(4, PAGE, 6), numbers(BATCH, 7, 6)
+    module.pooled(numbers(BATCH, SEQ + 1, 12), start, numbers(2, 6))
     sums = module.over_window(module.sink(q, numbers(2)), q, numbers(BATCH, SEQ + 3, 6), start)
     chosen = module.highest(module.index_scores(q, numbers(BATCH, SEQ, 2), entries, seen), 2)
     sums = module.over_entries(sums, q, entries, seen, chosen)
@@ -385,7 +399,7 @@ def gguf_checkpoint(module):
 
 
 SLOW = (
-    *("layers/csa", "layers/hyper", "ops/compressed_attention"),
+    *("layers/csa", "layers/hyper", "layers/indexed_mla", "ops/compressed_attention"),
     *("afd/operators/sending", "afd/operators/batching", "model", "mesh/sharded", "engine/pool", "ops/attention"),
     *("layers/mla", "engine/forward", "engine/verification", "ops/packed_kv"),
 )
@@ -436,6 +450,7 @@ FILES = {
     "checkpoint/gguf_checkpoint": gguf_checkpoint,
     "layers/csa": csa,
     "layers/hyper": hyper,
+    "layers/indexed_mla": indexed_mla,
     "ops/compressed_attention": compressed_attention,
     "ops/packed_kv": packed_kv,
     "afd/operators/windows": windows,
@@ -527,8 +542,8 @@ SIZES = {**vars(CONFIG), **FREE, "entry": CONFIG.latent + CONFIG.rope, "nope+rop
 SIZES["heads·(nope+value)"] = CONFIG.heads * (CONFIG.nope + CONFIG.value)
 MLA_TENSORS = {
     "__call__": {"x": "batch seq hidden"},
-    "queries": {"x": "batch seq hidden"},
-    "_projected_queries": {"x": "batch seq hidden"},
+    "query_input": {"x": "batch seq hidden"},
+    "queries": {"qa": "batch seq q_rank"},
     "_split_queries": {"q": "batch seq heads nope+rope"},
     "entries": {"x": "batch seq hidden"},
     "_compressed_kv": {"compressed": "batch seq entry"},
@@ -536,6 +551,7 @@ MLA_TENSORS = {
     "_rotated": {"x": "batch seq any rope"},
     "_expanded": {"q_nope": "batch seq heads nope", "q_rope": "batch seq heads rope", "held": "batch seq entry"},
     "_absorbed": {"q_nope": "batch 1 heads nope", "q_rope": "batch 1 heads rope"},
+    "over_latents": {"q_nope": "batch 1 heads nope", "q_rope": "batch 1 heads rope"},
     "_absorbed_queries": {
         "q_nope": "batch 1 heads nope",
         "q_rope": "batch 1 heads rope",
@@ -554,7 +570,7 @@ def call(method, arrays):
     seq = 1 if "absorbed" in method else SEQ
     state = layer.empty_state(SPEC) if method == "_absorbed" else None
     others = {"positions": span(seq).positions(seq), "state": state, "span": span(seq), "execution": PLAIN}
-    others["dtype"] = jnp.float32
+    others |= {"dtype": jnp.float32, "attend": lambda q: q}
     taken = inspect.signature(getattr(MLA, method)).parameters
     others = {name: other for name, other in others.items() if name in taken}
     return jax.eval_shape(lambda: getattr(layer, method)(**arrays, **others))

@@ -15,6 +15,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import (
     deepseek_v3,
     deepseek_v4,
+    glm5_next,
     kimi_linear,
     ling3,
     llama,
@@ -198,6 +199,6 @@ def _named(raw: dict[str, Any], source: str) -> Family:
     raise ConfigError(source, [problem])
 
 
-_HYBRIDS = (ling3, deepseek_v3, deepseek_v4, kimi_linear, qwen3_next, qwen3_5, qwen3_5_moe)
+_HYBRIDS = (ling3, deepseek_v3, deepseek_v4, glm5_next, kimi_linear, qwen3_next, qwen3_5, qwen3_5_moe)
 for _module in (*_HYBRIDS, llama, mistral, qwen2, qwen3, qwen3_moe):
     register_family(_module.FAMILY)

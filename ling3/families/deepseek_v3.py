@@ -15,6 +15,7 @@ from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.moe import MoE, MoEConfig
 from ling3.model import CausalLM, FeedForward
 from ling3.mtp import MTP
+from ling3.ops.swiglu import SWIGLU, SwiGLU
 
 LATENT_EPS = 1e-6
 """The eps of both latent norms in the authors' code and in transformers, whatever `rms_norm_eps` is."""
@@ -92,19 +93,25 @@ class DeepseekV3Config(transformer.TransformerConfig):
 
     def experts(self, *, key: PRNGKeyArray, dtype: DTypeLike) -> MoE:
         """The mixture of experts of a sparse layer, with random weights."""
-        config = MoEConfig(
-            hidden=self.hidden_size,
-            experts=self.n_routed_experts,
-            intermediate=self.moe_intermediate_size,
-            shared=self.moe_intermediate_size * self.n_shared_experts,
-            top_k=self.num_experts_per_tok,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            normalize=self.norm_topk_prob,
-            scaling=self.routed_scaling_factor,
-            std=self.initializer_range,
-        )
-        return MoE.init(config, key=key, dtype=dtype)
+        return MoE.init(moe_config(self), key=key, dtype=dtype)
+
+
+def moe_config(config: Any, swiglu: SwiGLU = SWIGLU) -> MoEConfig:
+    """The settings of experts that are chosen in groups, in a config with DeepSeek-V3's fields."""
+    return MoEConfig(
+        hidden=config.hidden_size,
+        experts=config.n_routed_experts,
+        intermediate=config.moe_intermediate_size,
+        shared=config.moe_intermediate_size * config.n_shared_experts,
+        top_k=config.num_experts_per_tok,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        std=config.initializer_range,
+        swiglu=swiglu,
+        shared_swiglu=swiglu,
+    )
 
 
 def init(config: DeepseekV3Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -25,7 +26,7 @@ def init(config: DeepseekV4Config, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
     embedding, head, collapse, *keys = jax.random.split(key, 3 + config.num_hidden_layers)
     sizes = (config.vocab_size, config.hidden_size)
     options = {"dtype": dtype, "std": config.initializer_range, "axes": ("vocab", "hidden")}
-    streams = _hyper(config)
+    streams = None if config.hc_mult == 1 else hyper_config(config)
     model = Decoder(
         Linear.init(*sizes, key=embedding, **options),
         tuple(_layer(config, i, key=own, dtype=dtype) for i, own in enumerate(keys)),
@@ -39,7 +40,7 @@ def _layer(config: DeepseekV4Config, layer: int, *, key: PRNGKeyArray, dtype: DT
     """0-based `layer` of the config's schedule."""
     attention, feed_forward, first, second = jax.random.split(key, 4)
     norms = (RMSNorm.init(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-    streams = _hyper(config)
+    streams = None if config.hc_mult == 1 else hyper_config(config)
     return DecoderLayer(
         next(norms),
         CSA.init(_attention(config, layer), key=attention, dtype=dtype),
@@ -49,10 +50,8 @@ def _layer(config: DeepseekV4Config, layer: int, *, key: PRNGKeyArray, dtype: DT
     )
 
 
-def _hyper(config: DeepseekV4Config) -> HyperConfig | None:
-    """The settings of the hyper-connections; None for a single stream, which is a plain residual."""
-    if config.hc_mult == 1:
-        return None
+def hyper_config(config: Any) -> HyperConfig:
+    """The settings of the hyper-connections, in a config with DeepSeek-V4's fields for them."""
     return HyperConfig(
         hidden=config.hidden_size,
         streams=config.hc_mult,

@@ -49,14 +49,27 @@ class LinearAttention:
         check(self, lambda: ())
 
 
-def _linear_attention(raw: Mapping[str, Any], problems: list[str]) -> Any:
-    """`linear_attn_config`, or the same object from the fields that transformers 5 writes instead."""
+def misplaced_layers(config: LinearAttention, first: int, last: int) -> Iterable[str]:
+    """The problem of lists that do not have each layer from `first` to `last` once."""
+    kda, full = config.kda_layers, config.full_attn_layers
+    if wrong := sorted({*range(first, last + 1)} ^ {*kda, *full} | {*kda} & {*full}):
+        yield (
+            f"linear_attn_config: found layers {wrong} in neither list, in both, or beyond the last; expected each "
+            f"of {first} to {last} in kda_layers or in full_attn_layers; correct them"
+        )
+
+
+def linear_attention(raw: Mapping[str, Any], problems: list[str], first: int = 1) -> Any:
+    """`linear_attn_config`, or the same object from the fields that transformers 5 writes instead.
+
+    Its lists call the lowest layer `first`.
+    """
     if raw.get("linear_attn_config") is not None or not isinstance(raw.get("layer_types"), list):
         return raw.get("linear_attn_config")
-    kinds = list(enumerate(raw["layer_types"], 1))
+    kinds = list(enumerate(raw["layer_types"], first))
     return {
         "kda_layers": [layer for layer, kind in kinds if kind == "linear_attention"],
-        "full_attn_layers": [layer for layer, kind in kinds if kind == "full_attention"],
+        "full_attn_layers": [layer for layer, kind in kinds if kind != "linear_attention"],
         "num_heads": raw.get("linear_num_heads"),
         "head_dim": raw.get("linear_head_dim"),
         "short_conv_kernel_size": raw.get("linear_conv_kernel_dim"),
@@ -84,7 +97,7 @@ class KimiLinearConfig:
     intermediate_size: int = size()
     num_hidden_layers: int = field(ge=1, le=1000)
     linear_attn_config: LinearAttention = field(
-        read=_linear_attention, expected="an object with the sizes of KDA and the 1-based layers of either attention"
+        read=linear_attention, expected="an object with the sizes of KDA and the 1-based layers of either attention"
     )
     num_attention_heads: int = count()
     """The heads of MLA; KDA's are in `linear_attn_config`."""
@@ -122,13 +135,8 @@ class KimiLinearConfig:
 
     def _misfits(self) -> Iterable[str]:
         """Problems between fields that are valid by themselves."""
-        kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
         layers = self.num_hidden_layers
-        if wrong := sorted({*range(1, layers + 1)} ^ {*kda, *full} | {*kda} & {*full}):
-            yield (
-                f"linear_attn_config: found layers {wrong} in neither list, in both, or beyond the last; expected each "
-                f"of 1 to {layers} in kda_layers or in full_attn_layers; correct them"
-            )
+        yield from misplaced_layers(self.linear_attn_config, 1, layers)
         if self.first_k_dense_replace > layers:
             yield f"first_k_dense_replace: found {self.first_k_dense_replace}; expected at most {layers}; correct it"
         yield from transformer.routing_misfits(self, "num_experts", "num_expert_group", "num_experts_per_token")
@@ -193,22 +201,27 @@ UNUSED = ("head_dim", "rope_parameters", "rope_scaling", "rope_theta")
 """Ignored fields: no layer has heads of the size `head_dim`, and no layer uses RoPE."""
 
 
+def kda_config(config: Any, lower_bound: float | None = None) -> KDAConfig:
+    """The settings of KDA with low-rank gates, in a config with a `linear_attn_config`."""
+    linear = config.linear_attn_config
+    return KDAConfig(
+        hidden=config.hidden_size,
+        heads=linear.num_heads,
+        head_dim=linear.head_dim,
+        eps=config.rms_norm_eps,
+        std=config.initializer_range,
+        taps=linear.short_conv_kernel_size,
+        lower_bound=lower_bound,
+        gate_rank=linear.head_dim,
+    )
+
+
 def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalLM:
     """Random weights: matrices from N(0, initializer_range²) in `dtype`, norms 1, routing biases 0.
 
     Norms, convolutions, the router and KDA's `A_log` and `dt_bias` are float32 whatever the dtype.
     """
-    linear, std = config.linear_attn_config, config.initializer_range
-    kda = KDAConfig(
-        hidden=config.hidden_size,
-        heads=linear.num_heads,
-        head_dim=linear.head_dim,
-        eps=config.rms_norm_eps,
-        std=std,
-        taps=linear.short_conv_kernel_size,
-        lower_bound=None,
-        gate_rank=linear.head_dim,
-    )
+    std = config.initializer_range
     mla = MLAConfig(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -236,7 +249,7 @@ def init(config: KimiLinearConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> Ca
 
     def mixer(layer: int, own: PRNGKeyArray) -> Mixer:
         if config.attention_kind(layer) == "kda":
-            return KDA.init(kda, key=own, dtype=dtype)
+            return KDA.init(kda_config(config), key=own, dtype=dtype)
         return MLA.init(mla, key=own, dtype=dtype)
 
     def feed_forward(layer: int, own: PRNGKeyArray) -> FeedForward:

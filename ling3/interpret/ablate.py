@@ -33,7 +33,7 @@ from ling3.adapters.adapter import scales
 from ling3.checkpoint.names import structure
 from ling3.families import family_of
 from ling3.interpret.trace import trace
-from ling3.layers.hyper import HyperConnection, HyperHead
+from ling3.layers.hyper import HyperConnection, HyperHead, HyperMean
 from ling3.layers.linear import Constant
 from ling3.leaves import array_leaves
 from ling3.model import CausalLM
@@ -182,7 +182,7 @@ def compressed_only(model: CausalLM, layers: Layers = None) -> CausalLM:
 
 
 def one_stream(model: CausalLM) -> CausalLM:
-    """One residual stream instead of DeepSeek-V4's several: h = x + f(norm(x)) in each sublayer, as in other models."""
+    """One residual stream instead of several: h = x + f(norm(x)) in each sublayer, as in other models."""
     return _reconnected(model, lambda connection: None, None)
 
 
@@ -197,7 +197,7 @@ def sinkhorn_iterations(model: CausalLM, iterations: int) -> CausalLM:
 
 
 def _reconnected(
-    model: CausalLM, change: Callable[[HyperConnection], HyperConnection | None], head: HyperHead | None
+    model: CausalLM, change: Callable[[HyperConnection], HyperConnection | None], head: HyperHead | HyperMean | None
 ) -> CausalLM:
     """The model with changed hyper-connections in every layer, and `head` to merge the streams."""
     if model.model.hc_head is None:

@@ -123,28 +123,9 @@ class Compressor(eqx.Module):
         projected = [matrix(x, span.execution, sums) for matrix in (self.wkv, self.wgate)]
         tail = self.empty_tail(x.shape[0], x.dtype) if state is None else state.tail
         joined, tail = continued(tail, jnp.concatenate(projected, axis=-1), span.length)
-        new = self._completed(joined, span.start).astype(x.dtype)
+        summed, entry = ops.pooled(joined, span.start, self.ape, self.copies)
+        new = rotate_last(self.rotation, self.norm(summed)[:, :, None], self.ratio * entry)[:, :, 0].astype(x.dtype)
         return new, None if state is None else CompressorState(tail, state.entries.append(new, span))
-
-    def _completed(
-        self, joined: Float[Array, "batch tokens channels"], start: Int32[Array, " batch"]
-    ) -> Wide[Array, "batch completed {self.width}"]:
-        """As many entries as the tokens can complete, from the first that is incomplete at `start`."""
-        ratio, copies, batch = self.ratio, self.copies, joined.shape[0]
-        count = -(-(joined.shape[1] - self.tail) // ratio)
-        entry = (start // ratio)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        slots = jnp.arange(copies * ratio, dtype=jnp.int32) - (copies - 1) * ratio
-        at = ratio * entry[..., None] + slots[None, None]  # their tokens' positions
-        columns = (at - start[:, None, None] + self.tail).reshape(batch, -1, 1)
-        taken = jnp.take_along_axis(joined, columns, axis=1, mode="clip")
-        split = {"n": count, "half": copies, "m": ratio, "two": 2, "part": copies}
-        taken = rearrange(taken, "b (n half m) (two part w) -> two half part b n m w", **split)
-        # In an overlapping entry, the earlier half of the tokens uses the first half of the channels.
-        kv, gate = (jnp.concatenate([y[i, i] for i in range(copies)], axis=2) for y in taken)
-        bias = rearrange(self.ape.astype(kv.dtype), "m (part w) -> 1 1 (part m) w", part=copies)
-        gate = jnp.where((at >= 0)[..., None], gate + bias, -jnp.inf)
-        summed = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2)
-        return rotate_last(self.rotation, self.norm(summed)[:, :, None], ratio * entry)[:, :, 0]
 
 
 class Indexer(eqx.Module):

@@ -115,15 +115,22 @@ class HyperHead(eqx.Module):
         """The number of residual streams that are joined."""
         return self.hc_base.shape[0]
 
-    def spread(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq {self.streams} hidden"]:
-        """The streams before the first layer: each is the embedding."""
-        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.streams, x.shape[2]))
-
     def __call__(self, x: Float[Array, "batch seq {self.streams} hidden"]) -> Float[Array, "batch seq hidden"]:
         """The joined stream, in the dtype of `x`."""
         z = _mixes(self.hc_fn, x, self.norm_eps)
         scale, base = (y.astype(z.dtype)[None, None] for y in (self.hc_scale, self.hc_base))
         return _collapsed(jax.nn.sigmoid(z * scale + base) + self.eps, x)
+
+
+class HyperMean(eqx.Module):
+    """Joins the streams after the last layer by their mean (GLM-5.3-Flash)."""
+
+    streams: int = eqx.field(static=True)
+    """The number of residual streams that are joined."""
+
+    def __call__(self, x: Float[Array, "batch seq {self.streams} hidden"]) -> Float[Array, "batch seq hidden"]:
+        """The mean of the streams, in the dtype of `x`."""
+        return jnp.mean(x.astype(wide(x.dtype)), axis=2).astype(x.dtype)
 
 
 def sinkhorn(

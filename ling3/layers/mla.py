@@ -1,6 +1,7 @@
 """Gated multi-head latent attention: full attention whose cache is one low-rank latent per token."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated
 
 import equinox as eqx
@@ -131,7 +132,7 @@ class MLA(eqx.Module):
         """
         seq = x.shape[1]
         positions = span.positions(seq)
-        q_nope, q_rope = self.queries(x, positions, span.execution)
+        q_nope, q_rope = self.queries(self.query_input(x, span.execution), positions, span.execution)
         entries = self.entries(x, positions, span.execution)
         state = None if state is None else state.append(entries, span)
 
@@ -145,31 +146,39 @@ class MLA(eqx.Module):
         heads = span.site("heads", self.gated(pre_o_proj, gate))
         return self.projected(heads, span.execution), state
 
+    def query_input(
+        self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution = PLAIN
+    ) -> Float[Array, "batch seq {self.query_matrix.in_features}"]:
+        """The input of `query_matrix`: the normed low-rank projection of x if there is one, else x itself."""
+        if self.q_a_proj is None or self.q_a_layernorm is None:
+            return x
+        return self.q_a_layernorm(self.q_a_proj(x, execution))
+
+    @property
+    def query_matrix(self) -> Matrix:
+        """The matrix that gives the queries of all heads: `q_b_proj`, or `q_proj` without a low rank."""
+        matrix = self.q_proj if self.q_b_proj is None else self.q_b_proj
+        assert matrix is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
+        return matrix
+
     def queries(
         self,
-        x: Float[Array, "batch seq {self.hidden}"],
+        qa: Float[Array, "batch seq {self.query_matrix.in_features}"],
         positions: Int32[Array, "batch seq"],
         execution: Execution = PLAIN,
     ) -> tuple[
         Float[Array, "batch seq {self.heads} {self.nope}"],
         Float[Array, "batch seq {self.heads} {self.rope}"],
     ]:
-        """q_nope and the rotated q_rope, both times the softmax scale (nope + rope)^-0.5 · `score_factor`."""
-        q = rearrange(self._projected_queries(x, execution), "b s (h d) -> b s h d", h=self.heads)
+        """q_nope and the rotated q_rope of a `query_input`, both times the softmax scale.
+
+        The scale is (nope + rope)^-0.5 · `score_factor`.
+        """
+        q = rearrange(self.query_matrix(qa, execution), "b s (h d) -> b s h d", h=self.heads)
         q_nope, q_rope_raw = self._split_queries(q)
         q_rope = self._rotated(q_rope_raw, positions)
         scale = (self.nope + self.rope) ** -0.5 * self.score_factor
         return q_nope * scale, q_rope * scale
-
-    def _projected_queries(
-        self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution
-    ) -> Float[Array, "batch seq {self.heads*(self.nope+self.rope)}"]:
-        """Projects x to queries: through the low rank of `q_a_proj` if there is one, else with `q_proj`."""
-        if self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None:
-            compressed_q = self.q_a_layernorm(self.q_a_proj(x, execution))
-            return self.q_b_proj(compressed_q, execution)
-        assert self.q_proj is not None, "an MLA layer has either q_a_proj, q_a_layernorm and q_b_proj, or q_proj"
-        return self.q_proj(x, execution)
 
     def _split_queries(
         self, q: Float[Array, "batch seq {self.heads} {self.nope+self.rope}"]
@@ -237,12 +246,24 @@ class MLA(eqx.Module):
         span: Span,
     ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
         """Attention over the latents themselves: all heads share each token's single key and value."""
-        weight, execution = absorbed(self.kv_b_proj.operand, q_nope.dtype), span.execution
-        q = self._absorbed_queries(q_nope, q_rope, weight, execution)
-        assert span.table is not None, "a span over a paged array has a table"
-        length = span.seen
-        row_positions = jnp.repeat(positions, self.heads, axis=1)
-        summed = execution.latent_attention(q, row_positions, state.entries, span.table, length)
+
+        def attend(q: Array) -> Array:
+            assert span.table is not None, "a span over a paged array has a table"
+            length, row_positions = span.seen, jnp.repeat(positions, self.heads, axis=1)
+            return span.execution.latent_attention(q, row_positions, state.entries, span.table, length)
+
+        return self.over_latents(q_nope, q_rope, attend, span.execution)
+
+    def over_latents(
+        self,
+        q_nope: Float[Array, "batch 1 {self.heads} {self.nope}"],
+        q_rope: Float[Array, "batch 1 {self.heads} {self.rope}"],
+        attend: Callable[[Array], Array],
+        execution: Execution = PLAIN,
+    ) -> Wide[Array, "batch 1 {self.heads} {self.value}"]:
+        """Attention in the latent space: `attend` turns queries [batch, heads, entry] into weighted sums of entries."""
+        weight = absorbed(self.kv_b_proj.operand, q_nope.dtype)
+        summed = attend(self._absorbed_queries(q_nope, q_rope, weight, execution))
         o_latent = self._summed_latents(summed).astype(q_nope.dtype)
         form, sums = execution.latent_values, execution.sums
         return adapted_values(o_latent, weight, self.value, form, sums, execution.times)[:, None]
@@ -263,7 +284,7 @@ class MLA(eqx.Module):
         self, summed: Wide[Array, "batch {self.heads} {self.entry}"]
     ) -> Wide[Array, "batch {self.heads} {self.latent}"]:
         """Each head's weighted sum of latents: the weighted sum of entries without its last `rope` channels."""
-        return summed[..., : -self.rope]
+        return summed[..., : self.latent]
 
     def output_gate(
         self, x: Float[Array, "batch seq {self.hidden}"], execution: Execution = PLAIN

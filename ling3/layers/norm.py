@@ -1,4 +1,4 @@
-"""Root-mean-square norms, computed in float32 or wider whatever the input's dtype."""
+"""Root-mean-square norms and layer norms, computed in float32 or wider whatever the input's dtype."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -54,6 +54,30 @@ class GatedRMSNorm(eqx.Module):
         """The gated norm in float32 or wider; None means no gate."""
         normalized = rms_normalize(x, self.weight, self.eps)
         return normalized if gate is None else normalized * gate
+
+
+class LayerNorm(eqx.Module):
+    """y = w · (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis (Ba et al., arXiv 1607.06450)."""
+
+    weight: Float[Array, " features"]
+    bias: Float[Array, " features"]
+    eps: float = eqx.field(static=True)
+    name: str = eqx.field(static=True, default="")
+
+    @staticmethod
+    def init(features: int, eps: float) -> "LayerNorm":
+        """A norm with weights of 1 and biases of 0, in float32."""
+        return LayerNorm(jnp.ones(features, jnp.float32), jnp.zeros(features, jnp.float32), eps)
+
+    @scoped
+    def __call__(
+        self, x: Float[Array, "*batch {self.weight.shape[0]}"]
+    ) -> Float[Array, "*batch {self.weight.shape[0]}"]:
+        """The normed features, in the dtype of `x`."""
+        centered = x.astype(wide(x.dtype))
+        centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
+        normed = rms_normalize(centered, self.weight, self.eps)
+        return (normed + self.bias.astype(normed.dtype).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def rms_normalize(

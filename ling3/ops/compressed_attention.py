@@ -5,6 +5,7 @@ Queries are already scaled; the sums have a row `token · heads + head` for each
 [pages, bytes] in the format of a `Packing`, unpacked as they are read.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -20,6 +21,33 @@ Sums = tuple[
     Wide[Array, "batch 1 rows"],  # Σ e^(score - largest)
     Wide[Array, "batch 1 rows channels"],  # Σ e^(score - largest) e
 ]
+
+
+def pooled(
+    joined: Float[Array, "batch tokens channels"],
+    start: Int32[Array, " batch"],
+    ape: Float[Array, "ratio columns"],
+    copies: int = 1,
+) -> tuple[Wide[Array, "batch completed width"], Int32[Array, "batch completed"]]:
+    """Σ softmax(gate + ape) · kv over the tokens of each entry, per channel; and the indices of these entries.
+
+    `joined` has [kv | gate] of each token, the last copies · ratio - 1 before `start` first. The entries are as many
+    as the tokens can complete, from the first that is incomplete at `start`. With 2 `copies`, an entry covers the ratio
+    tokens before its block too, and these use the first half of the channels.
+    """
+    (ratio, columns), batch = ape.shape, joined.shape[0]
+    width, tail = columns // copies, copies * ratio - 1
+    count = -(-(joined.shape[1] - tail) // ratio)
+    entry = (start // ratio)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    slots = jnp.arange(copies * ratio, dtype=jnp.int32) - (copies - 1) * ratio
+    at = ratio * entry[..., None] + slots[None, None]  # their tokens' positions
+    taken = jnp.take_along_axis(joined, (at - start[:, None, None] + tail).reshape(batch, -1, 1), axis=1, mode="clip")
+    split = {"n": count, "half": copies, "m": ratio, "two": 2, "part": copies, "w": width}
+    taken = rearrange(taken, "b (n half m) (two part w) -> two half part b n m w", **split)
+    kv, gate = (jnp.concatenate([y[i, i] for i in range(copies)], axis=2) for y in taken)
+    bias = rearrange(ape.astype(kv.dtype), "m (part w) -> 1 1 (part m) w", part=copies)
+    gate = jnp.where((at >= 0)[..., None], gate + bias, -jnp.inf)
+    return jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2), entry
 
 
 def sink(q: Float[Array, "batch seq heads channels"], logit: Float[Array, " heads"] | None) -> Sums:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_configs import DEEPSEEK_V4_FLASH, FLASH
-from published_transformers import QWEN3_30B_A3B
+from published_transformers import GLM_53_FLASH, QWEN3_30B_A3B
 
 import ling3
 from ling3.afd import cost
 from ling3.afd.cost import H200, DecodeStep, Deployment, Hardware, ModelCost, Stage
 from ling3.checkpoint.names import structure
 from ling3.families.deepseek_v4_config import DeepseekV4Config
+from ling3.families.glm5_next import Glm5NextConfig
 from ling3.families.quantization import in_floats
 from ling3.families.qwen3_moe import Qwen3MoeConfig
 
@@ -119,6 +120,17 @@ def test_grouped_queries_by_hand():
     assert [block.reads for block in model.blocks] == [(cost.Reads(2 * 2 * 4 * 128, 4 * 32 * 128),)] * 2
     assert (model.experts, model.top_k, model.expert_bytes) == (128, 8, 2 * 3 * 768 * 2048)
     assert model.sequence(100) == 100 * 2 * 2048 and all(block.moved == 0 for block in model.blocks)
+
+
+def test_indexed_latents_by_hand():
+    """GLM-5.3-Flash's first layers up to one with an indexer: keys of 4 tokens each, and 2,048 latents at most."""
+    config = Glm5NextConfig.from_dict(GLM_53_FLASH)
+    linear = dataclasses.replace(config.linear_attn_config, kda_layers=(0, 1, 2), full_attn_layers=(3,))
+    parts = {"num_hidden_layers": 4, "mlp_layer_types": config.mlp_layer_types[:4], "linear_attn_config": linear}
+    (block,) = ModelCost.of(dataclasses.replace(config, **parts)).blocks
+    keys, latents = block.reads
+    assert (keys.bytes, keys.flops, keys.most) == (2 * 128 / 4, 2 * 32 * 128 / 4, math.inf)
+    assert (latents.bytes, latents.flops, latents.most) == (2 * 512, 2 * 64 * 1024, 2048)
 
 
 def test_the_expected_number_of_distinct_experts():

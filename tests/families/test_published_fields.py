@@ -6,6 +6,7 @@ import pytest
 from published_configs import KIMI_LINEAR, TINY
 from published_transformers import (
     DEEPSEEK_V3,
+    GLM_53_FLASH,
     KIMI_K2,
     LLAMA_2_7B,
     LLAMA_31_8B,
@@ -50,6 +51,7 @@ PUBLISHED = {
     "DeepSeek-V3": DEEPSEEK_V3 | {"quantization_config": None},
     "Kimi-K2": KIMI_K2 | {"quantization_config": None},
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
+    "GLM-5.3-Flash": GLM_53_FLASH,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "Qwen3.5-9B": QWEN35_9B,
     "Qwen3.5-35B-A3B": QWEN35_35B_A3B,

@@ -65,6 +65,34 @@ DELTA = {
     "num_hidden_layers": 4,
 }
 SHARED = {"shared_expert_intermediate_size": 24}
+POOLED = {
+    "index_head_dim": 16,
+    "index_kpool": 4,
+    "index_n_heads": 16,  # with few heads, exact ties at 0 are frequent, which ReLU makes where no head is above it
+    "index_topk": 32,
+    "kv_lora_rank": 32,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_head_dim": 16,
+    "linear_num_heads": 3,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "swiglu_limit": 1.0,
+    "v_head_dim": 12,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "projection_intermediate_size": 8,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied, one head each": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -103,6 +131,13 @@ CASES = {
     ),
     "qwen3.5": ("Qwen3_5", DELTA | {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**EXPERTS, **DELTA, **SHARED}),
+    "glm5-next": ("Glm5Next", POOLED),
+    "glm5-next, pools of 3, in groups, tied": (
+        "Glm5Next",
+        POOLED
+        | {"index_kpool": 3, "index_topk": 6, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "hc_mult": 3}
+        | {"hc_sinkhorn_iters": 2, "hc_eps": 0.02, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+    ),
 }
 
 
@@ -121,12 +156,14 @@ def make(name: str, directory: pathlib.Path) -> FamilyCase:
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     config = config_class(**SIZES | fields)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    theirs = empty(family, config).eval().requires_grad_(False)
     for weight, tensor in theirs.named_parameters():
         if tensor.ndim > 1 and "embed" not in weight:
             tensor.normal_(0, 1.2 * tensor.shape[-1] ** -0.5)
         elif "embed" in weight:
             tensor.normal_(0, 1.0 if not config.tie_word_embeddings else 0.3)
+        elif weight.endswith(("hc.base", "hc.scale")):
+            tensor.normal_(0, 0.5)
         elif weight.endswith(("A_log", "dt_bias")):
             tensor.uniform_(-4.0, 1.0)
         elif weight.endswith("bias"):
@@ -140,6 +177,26 @@ def make(name: str, directory: pathlib.Path) -> FamilyCase:
             tensor.normal_(0, 0.1)
     theirs.save_pretrained(directory)
     return FamilyCase(directory, theirs, ling3.load(directory, jnp.float32))
+
+
+def empty(family, config):
+    """transformers' model of a text model's config; of a family without a class for it, the whole model."""
+    if (text_class := getattr(transformers, f"{family}ForCausalLM", None)) is not None:
+        return text_class(config)
+    tied = config.tie_word_embeddings
+    whole = getattr(transformers, f"{family}Config")(
+        text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=tied
+    )
+    return getattr(transformers, f"{family}ForConditionalGeneration")(whole)
+
+
+def reopened(directory):
+    """transformers' model of the checkpoint in `directory`; of a whole model its vision model is any small one."""
+    config, auto = transformers.AutoConfig.from_pretrained(directory), transformers.AutoModelForCausalLM
+    if type(config) is transformers.Glm5NextConfig:
+        config.vision_config = transformers.Glm5NextVisionConfig(**VISION)
+        auto = transformers.AutoModelForImageTextToText
+    return auto.from_pretrained(directory, config=config, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def tokens(length, seed=0):

@@ -6,18 +6,14 @@ import pytest
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
-import torch
-import transformers
-from family_cases import logits_of
+from family_cases import logits_of, reopened
 from tiny_transformers import CASES, FROZEN, GREEDY, POSITIONS, TOKENS, VOCAB, write
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_frozen_numbers(name, tmp_path):
     write(name, tmp_path)
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().requires_grad_(False)
-    )
+    model = reopened(tmp_path)
     logits, ids = logits_of(model, TOKENS), list(TOKENS)
     for _ in range(12):
         ids.append(int(logits_of(model, ids)[-1].argmax()))

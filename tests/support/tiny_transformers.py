@@ -83,12 +83,39 @@ CASES = {
         published.QWEN3_NEXT_80B_A3B,
         {**DELTA, **SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "partial_rotary_factor": 0.5},
     ),
+    "glm5-next": (
+        text("Glm5NextForConditionalGeneration", published.GLM_53_FLASH),
+        {
+            "hc_mult": 3,
+            "index_head_dim": 8,
+            "index_n_heads": 8,
+            "index_topk": 8,
+            "indexer_types": ["full", "full"],
+            "kv_lora_rank": 16,
+            "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+            "linear_attn_config": published.GLM_53_FLASH["text_config"]["linear_attn_config"]
+            | {"num_heads": 2, "head_dim": 8, "kda_layers": [0], "full_attn_layers": [1]},
+            "mlp_layer_types": ["dense", "sparse"],
+            "model_type": "glm5_next",
+            "n_routed_experts": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0,
+            "pad_token_id": None,
+            "q_lora_rank": 12,
+            "qk_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "swiglu_limit": 1.0,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "qwen3.5": (text("Qwen3_5ForCausalLM", published.QWEN35_9B), TEXT | {"tie_word_embeddings": True}),
     "qwen3.5-moe": (text("Qwen3_5MoeForCausalLM", published.QWEN35_35B_A3B), TEXT | SHARED),
 }
 """Of each family a published config, and what is special to the tiny one. Windows are shorter than `TOKENS`."""
 
-HYBRIDS = ("deepseek-v3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+HYBRIDS = ("deepseek-v3", "glm5-next", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """The cases whose mixers are others than grouped-query attention."""
 
 TOKENS = np.random.RandomState(0).randint(2, 64, size=24).tolist()

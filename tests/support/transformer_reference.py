@@ -5,8 +5,11 @@ a config are read. In shapes T is tokens, D hidden, H heads, d channels of a hea
 """
 
 import math
+import types
+from collections.abc import Callable
 
 import numpy as np
+import reference
 from reference import Array, Reader, Weights, rms_norm, short_conv, sigmoid, silu
 
 
@@ -25,17 +28,41 @@ def reader(weights: Weights) -> Reader:
 
 def hidden(at: Reader, config, tokens: list[int]) -> Array:
     """The normed hidden states `[T, D]`."""
-    x = at("embed_tokens").weight[np.asarray(tokens)]
+    x, streams = at("embed_tokens").weight[np.asarray(tokens)], getattr(config, "hc_mult", None)
+    x = x if streams is None else np.repeat(x[:, None], streams, axis=1)
     for i in range(config.num_hidden_layers):
         x = decoded(at(f"layers.{i}"), config, i, x)
-    return norm(at, "norm", config, x)
+    return norm(at, "norm", config, x if streams is None else x.mean(axis=1))
 
 
 def decoded(layer: Reader, config, i: int, x: Array) -> Array:
-    """The residual stream after a layer."""
-    x = x + mixed(layer, config, i, norm(layer, "input_layernorm", config, x))
-    h = norm(layer, "post_attention_layernorm", config, x)
-    return x + (moe if f"{layer.prefix}.mlp.gate.weight" in layer.weights else swiglu)(layer("mlp"), config, h)
+    """The residual stream after a layer, `[T, D]`, or all of them, `[T, N, D]`."""
+    feed_forward = moe if f"{layer.prefix}.mlp.gate.weight" in layer.weights else swiglu
+
+    def attend(h: Array) -> Array:
+        return mixed(layer, config, i, norm(layer, "input_layernorm", config, h))
+
+    def feed(h: Array) -> Array:
+        return feed_forward(layer("mlp"), config, norm(layer, "post_attention_layernorm", config, h))
+
+    return connected(layer, "hc_ffn", config, connected(layer, "hc_attn", config, x, attend), feed)
+
+
+def connected(layer: Reader, name: str, config, x: Array, block: Callable[[Array], Array]) -> Array:
+    """`x + block(x)`; N streams are mixed by manifold-constrained hyper-connections (arXiv 2512.24880)."""
+    if x.ndim == 2:
+        return x + block(x)
+    fn, base, scale = (layer.weights[f"{layer.prefix}.{name}_{part}"] for part in ("fn", "base", "scale"))
+    n, eps = config.hc_mult, config.hc_eps
+    w = rms_norm(x.reshape(len(x), -1), 1.0, config.rms_norm_eps) @ fn.T
+    pre = sigmoid(w[:, :n] * scale[0] + base[:n]) + eps
+    post = 2 * sigmoid(w[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    c = np.exp(w[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
+    c = c / c.sum(axis=2, keepdims=True) + eps
+    for iteration in range(config.hc_sinkhorn_iters):
+        c = c / (c.sum(axis=2, keepdims=True) + eps) if iteration else c
+        c = c / (c.sum(axis=1, keepdims=True) + eps)
+    return post[:, :, None] * block(np.einsum("tn,tnd->td", pre, x))[:, None] + np.einsum("tij,tid->tjd", c, x)
 
 
 def norm(at: Reader, name: str, config, x: Array) -> Array:
@@ -48,6 +75,10 @@ def mixed(layer: Reader, config, i: int, x: Array) -> Array:
     """The attention of a layer, of the kind whose weights it has."""
     if f"{layer.prefix}.linear_attn.A_log" in layer.weights:
         return gated_deltanet(layer("linear_attn"), config, x)
+    if f"{layer.prefix}.self_attn.A_log" in layer.weights:
+        return kda(layer("self_attn"), config, x)
+    if f"{layer.prefix}.self_attn.indexer.wk.weight" in layer.weights:
+        return indexed_attention(layer("self_attn"), config, x)
     if f"{layer.prefix}.self_attn.kv_b_proj.weight" in layer.weights:
         return latent_attention(layer("self_attn"), config, x)
     return attention(layer("self_attn"), config, i, x)
@@ -104,6 +135,51 @@ def latent_attention(at: Reader, config, x: Array) -> Array:
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     o = np.einsum("hqk,khv->qhv", p / p.sum(axis=-1, keepdims=True), v)
     return at.linear("o_proj", o.reshape(length, -1))
+
+
+def kda(at: Reader, config, x: Array) -> Array:
+    """Kimi Delta Attention with low-rank gates, which are multiplied out, and a bounded decay, `[T, D] -> [T, D]`."""
+    own = config.linear_attn_config
+    gates = {f"{at.prefix}.{g}_proj.weight": at(f"{g}_b_proj").weight @ at(f"{g}_a_proj").weight for g in "fg"}
+    sizes = {"num_attention_heads": own.num_heads, "head_dim": own.head_dim, "kda_lower_bound": own.gate_lower_bound}
+    settings = types.SimpleNamespace(**sizes, rms_norm_eps=config.rms_norm_eps)
+    return reference.kda(Reader({**at.weights, **gates}, at.prefix), settings, x)
+
+
+def indexed_attention(at: Reader, config, x: Array) -> Array:
+    """Latent attention without positions to the tokens that an indexer selects (GLM-5.3-Flash), `[T, D] -> [T, D]`."""
+    length, nope, eps = len(x), config.qk_nope_head_dim, config.rms_norm_eps
+    qa = rms_norm(at.linear("q_a_proj", x), at("q_a_layernorm").weight, eps)
+    q = at.linear("q_b_proj", qa).reshape(length, config.num_attention_heads, nope)
+    latent = rms_norm(at.linear("kv_a_proj_with_mqa", x), at("kv_a_layernorm").weight, eps)
+    kv = at.linear("kv_b_proj", latent).reshape(length, config.num_attention_heads, -1)
+    k, v = np.split(kv, [nope], axis=-1)
+    scores = np.einsum("qhc,khc->hqk", q, k) / math.sqrt(nope)
+    scores = np.where(selected(at("indexer"), config, x, qa), scores, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    o = np.einsum("hqk,khv->qhv", p / p.sum(axis=-1, keepdims=True), v)
+    return at.linear("o_proj", o.reshape(length, -1))
+
+
+def selected(at: Reader, config, x: Array, qa: Array) -> Array:
+    """The tokens that each query sees, `[T, T]`: those of its best complete pools, and of the incomplete one."""
+    length, size, top = len(x), config.index_kpool, config.index_topk // config.index_kpool
+    k = at.linear("wk", x)
+    k = (k - k.mean(axis=-1, keepdims=True)) / np.sqrt(k.var(axis=-1, keepdims=True) + 1e-6)
+    k, s = k * at("k_norm").weight + at("k_norm").bias, x @ at.index_kpool_compress_gate.T
+    keys = []
+    for first in range(0, length - size + 1, size):
+        p = np.exp(s[first : first + size] + at.index_kpool_compress_ape)
+        keys.append(np.sum(p / p.sum(axis=0) * k[first : first + size], axis=0))
+    q = at.linear("wq_b", qa).reshape(length, config.index_n_heads, -1)
+    a, seen = at.linear("weights_proj", x), np.zeros((length, length), bool)
+    for t in range(length):
+        complete = (t + 1) // size
+        scores = [a[t] @ np.maximum(q[t] @ key, 0.0) for key in keys[:complete]]
+        for pool in np.argsort([-score for score in scores], kind="stable")[:top]:
+            seen[t, size * pool : size * (pool + 1)] = True
+        seen[t, size * complete : t + 1] = True
+    return seen
 
 
 def gated_deltanet(at: Reader, config, x: Array) -> Array:
@@ -186,8 +262,10 @@ def yarn(plain: Array, config, scaling) -> tuple[Array, float]:
 
 
 def swiglu(at: Reader, config, x: Array) -> Array:
-    """`down(silu(gate x) · up x)`."""
-    return linear(at, "down_proj", silu(linear(at, "gate_proj", x)) * linear(at, "up_proj", x))
+    """`down(silu(gate x) · up x)`, with a limit L `down(silu(min(gate x, L)) · clip(up x, -L, L))`."""
+    limit = getattr(config, "swiglu_limit", np.inf)
+    up = np.clip(linear(at, "up_proj", x), -limit, limit)
+    return linear(at, "down_proj", silu(np.minimum(linear(at, "gate_proj", x), limit)) * up)
 
 
 def moe(at: Reader, config, x: Array) -> Array:

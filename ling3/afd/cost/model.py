@@ -21,6 +21,7 @@ from ling3.families.quantization import in_floats
 from ling3.layers.csa import CSA
 from ling3.layers.gated_deltanet import GatedDeltaNet
 from ling3.layers.gqa import GQA
+from ling3.layers.indexed_mla import IndexedMLA
 from ling3.layers.kda import KDA
 from ling3.layers.mla import MLA
 from ling3.layers.moe import MoE
@@ -174,6 +175,8 @@ def _memory(mixer: Mixer, state: State) -> tuple[float, float, tuple[Reads, ...]
         return 0.0, 0.0, (Reads(_per_token(paged), 4.0 * mixer.q_proj.out_features, most),)
     if isinstance(mixer, CSA):
         return _of_csa(mixer, state)
+    if isinstance(mixer, IndexedMLA):
+        return _of_indexed(mixer, state)
     fixed = 2.0 * (_bytes(state) - sum(map(_bytes, pages)))
     return fixed, 0.0, tuple(Reads(_per_token(page), 0.0, page.window or math.inf) for page in pages)
 
@@ -197,6 +200,15 @@ def _of_csa(mixer: CSA, state: State) -> tuple[float, float, tuple[Reads, ...]]:
             most = mixer.indexer.top * ratio
         reads.append(Reads(_per_token(state.compressor.entries), over_entry / ratio, most))
     return moved, 0.0, tuple(reads)
+
+
+def _of_indexed(mixer: IndexedMLA, state: State) -> tuple[float, float, tuple[Reads, ...]]:
+    """`_memory` of indexed MLA: it reads all keys of pools, and the latents of the chosen ones."""
+    mla, indexer, tail = mixer.mla, mixer.indexer, state.indexer.tail
+    moved = _bytes(tail) * (1 / tail.shape[1] + 1 / indexer.pool)
+    keys = Reads(_per_token(state.indexer.entries), 2.0 * indexer.heads * indexer.width / indexer.pool)
+    over_latent = 2.0 * mla.heads * (mla.entry + mla.latent)
+    return moved, 0.0, (keys, Reads(_per_token(state.latents), over_latent, indexer.top * indexer.pool))
 
 
 def _weights(tree: Any, weight_bytes: float) -> float:
