@@ -231,7 +231,7 @@ class Learner(eqx.Module):
         return dataclasses.replace(plain(self.trained), origin=origin.origin)
 
     def zeros(self) -> PyTree:
-        """A gradient of zeros."""
+        """A gradient of the trained arrays that is all zeros."""
         return jax.tree.map(jnp.zeros_like, eqx.filter(self.trained, eqx.is_inexact_array))
 
     def rows(self, batch: Batch) -> Batch:
