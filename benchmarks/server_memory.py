@@ -1,11 +1,12 @@
-"""The resident memory of a server over many mixed requests: it is flat once the prefix cache is full.
+"""The resident memory of a server over many mixed requests: it is flat once bounded caches are full.
 
     python -m benchmarks.server_memory --requests 10000
 
 `ling3 serve nano` is a process of its own, and its resident memory is read from `/metrics`. Clients send chats and
 completions in every protocol, streamed or not, with grammars, penalties, log-probabilities, documents that are longer
 than a prefill call, malformed requests, and streams that the client leaves. The server has few pages, so that its
-prefix cache is full before the first mark: until then, each new document adds a snapshot of its recurrent states.
+prefix cache is full before the first mark: until then, each new document adds a snapshot of its recurrent states. The
+tokenizer's cache of 10,000 words fills later, by 0.9 KB with each request.
 """
 
 import asyncio
