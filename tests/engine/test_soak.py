@@ -1,9 +1,12 @@
 """The soak of `benchmarks/soak.py`, 200 requests long, and that it would find what it looks for."""
 
 import dataclasses
+import gc
 from collections import Counter
 
+import jax
 import pytest
+from scripted_runner import scripted
 
 import ling3
 from benchmarks import soak
@@ -115,3 +118,41 @@ def test_an_abort_is_a_beginning():
         assert compared(text=text, **begun) == []
     assert compared(text="b", **begun)[0].startswith("text is 'b', which does not begin 'ab'")
     assert compared(text="a", **begun | {"token_ids": (6,)})[0].startswith("token_ids differ from place 0 on")
+
+
+def counts(engine):
+    """The number of Python's objects by type once the engine has forgotten its prefixes, and of JAX's arrays."""
+    engine.forget_prefixes()
+    engine._loop.runner.calls.clear()  # the scripted runner's record of all calls
+    gc.collect()
+    found = Counter(type(each).__qualname__ for each in gc.get_objects())
+    return found + Counter({"jax.Array": len(jax.live_arrays())})
+
+
+def test_what_is_left_does_not_grow_with_requests():
+    """Of long and short prompts, with one or two answers, scored or not, and aborted in every stage."""
+    engine = scripted()
+
+    def serve(first, requests=60):
+        for number in range(first, first + requests):
+            params = ling3.SamplingParams(max_tokens=1 + number % 7, seed=number, n=1 + number % 2, logprobs=number % 3)
+            asked = engine.submit([6 + number % 300] * (1 + number % 80), params)
+            for _ in range(number % 4):
+                engine.step()
+            if number % 5 == 0:
+                engine.abort(asked)
+        while engine.has_work:
+            engine.step()
+        return counts(engine)
+
+    serve(0)
+    before, after = serve(60), serve(120)
+    # A few objects come and go with threads and with Counter itself; a leak has one for each of 60 requests.
+    assert {kind: count - before[kind] for kind, count in after.items() if count > before[kind] + 5} == {}
+
+
+def test_an_object_per_request_is_found(monkeypatch):
+    kept, output = [], Request.output
+    monkeypatch.setattr(Request, "output", lambda self: kept.append(output(self)) or kept[-1])
+    with pytest.raises(AssertionError, match="RequestOutput"):
+        test_what_is_left_does_not_grow_with_requests()

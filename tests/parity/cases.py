@@ -28,8 +28,6 @@ CONFIGS = {
     for name, config in (("tiny-like", TINY_LIKE), ("flash-like", FLASH_LIKE))
     for bound in (-5.0, -1.0, None)
 } | {"real head sizes": REAL_HEADS}
-SOME = ("tiny-like, bound -5.0", "flash-like, bound None", "real head sizes")
-"""Cases with every mixer, both kinds of bound, and all sizes, which are asked the costlier questions."""
 
 
 class Case:

@@ -8,17 +8,12 @@ import pytest
 pytest.importorskip("torch", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 pytest.importorskip("transformers", reason="the parity suite needs the extra `parity`: pip install -e '.[parity]'")
 
-from cases import CONFIGS, LENGTHS, LOGITS, SOME, first_divergence
-
-
-def lengths(case) -> tuple[int, ...]:
-    """All lengths for some of the checkpoints, the last two for the others: each length is a program to compile."""
-    return LENGTHS if case.name in SOME else LENGTHS[-2:]
+from cases import CONFIGS, LENGTHS, LOGITS, first_divergence
 
 
 def distances(case, model: str, other: str) -> np.ndarray:
-    """|logit - other logit| of every token at every one of the case's lengths."""
-    return np.concatenate([np.abs(case.logits(model, n) - case.logits(other, n)).ravel() for n in lengths(case)])
+    """|logit - other logit| of every token at every length."""
+    return np.concatenate([np.abs(case.logits(model, n) - case.logits(other, n)).ravel() for n in LENGTHS])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,11 +25,11 @@ def test_transformers_agrees_with_the_equations(open_case, name):
 
 
 def test_ling3_is_as_close_to_the_truth_as_transformers(open_case, show):
-    """In the median and at worst, over all checkpoints and their lengths."""
+    """In the median and at worst, over all checkpoints and lengths."""
     pairs = (("transformers", "truth"), ("ling3", "truth"), ("ling3", "transformers"))
     cases = [open_case(name) for name in CONFIGS]
     with ThreadPoolExecutor(2) as pool:  # most of the time is compilation, which leaves Python's lock
-        list(pool.map(lambda case: [case.logits("ling3", n) for n in lengths(case)], cases))
+        list(pool.map(lambda case: [case.logits("ling3", n) for n in LENGTHS], cases))
     found = {pair: {case.name: distances(case, *pair) for case in cases} for pair in pairs}
     for per_case in found.values():
         per_case["all"] = np.concatenate(list(per_case.values()))

@@ -9,14 +9,11 @@ pytest.importorskip("transformers", reason="the parity suite needs the extra `pa
 import jax.numpy as jnp
 import safetensors.numpy
 import transformer_reference
-from family_cases import CASES, logits_of, tokens
-
-LENGTHS = 63, 300
-"""The lengths of the other tables; `test_families.py` compares the logits at more lengths."""
+from family_cases import CASES, LENGTHS, logits_of, tokens
 
 
 def distances(case) -> tuple[np.ndarray, np.ndarray]:
-    """|logit - true logit| of every token at both lengths: of transformers, and of ling3."""
+    """|logit - true logit| of every token at every length: of transformers, and of ling3."""
     weights = safetensors.numpy.load_file(case.directory / "model.safetensors")
     ids = tokens(max(LENGTHS))
     truth = transformer_reference.forward(weights, case.ours.config, ids)
@@ -26,7 +23,7 @@ def distances(case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_ling3_is_as_close_to_the_truth_as_transformers(open_family, show):
-    """In the median and at worst, over all checkpoints and both lengths."""
+    """In the median and at worst, over all checkpoints and lengths."""
     found = {name: distances(open_family(name)) for name in CASES}
     theirs, ours = (np.concatenate(each) for each in zip(*found.values(), strict=True))
     found["all"] = theirs, ours
