@@ -27,7 +27,7 @@ KEY_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class PoolIndexerConfig:
-    """The sizes of a `PoolIndexer`."""
+    """The numbers of channels, heads and tokens of a `PoolIndexer`."""
 
     hidden: int
     q_rank: int
@@ -88,7 +88,7 @@ class PoolIndexer(eqx.Module):
 
     @property
     def heads(self) -> int:
-        """The number of query heads."""
+        """The number of the indexer's query heads."""
         return self.weights_proj.out_features
 
     def empty_state(self, spec: CacheSpec) -> CompressorState:
