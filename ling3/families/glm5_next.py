@@ -109,6 +109,8 @@ class Glm5NextConfig:
     initializer_range: float = field(gt=0, absent=0.02)
     bos_token_id: int | None = field(ge=0, le=2**31 - 1)
     eos_token_id: tuple[int, ...] = field(ge=0, le=2**31 - 1, single=True, absent=())
+    pad_token_id: int | None = field(ge=-1, le=2**31 - 1)
+    """Unused, but written: without it transformers takes the id that the published vocabulary has for it."""
     num_nextn_predict_layers: int = field(ge=0, le=64, absent=0)
     """The number of multi-token-prediction layers, which `load` skips."""
     quantization_config: Quantization | None = field(

@@ -285,7 +285,7 @@ class CSA(eqx.Module):
             if self.indexer is not None:
                 keys, indexed = self.indexer.compressor(x, None if state is None else state.indexer, span)
                 chosen = self._chosen(x, qa, positions, keys if indexed is None else indexed.entries, seen, span)
-            sums = _over_compressed(sums, q, new if compressed is None else compressed.entries, seen, chosen, span)
+            sums = over_compressed(sums, q, new if compressed is None else compressed.entries, seen, chosen, span)
         o = rearrange(finish(sums), "b 1 (s h) c -> b s h c", h=self.heads).astype(x.dtype)
         o = rotate_last(self.rotation, o, -positions)
         span.recorder(q=q, kv=kv)
@@ -345,7 +345,7 @@ class CSA(eqx.Module):
         return ops.highest(scores, top)
 
 
-def _over_compressed(
+def over_compressed(
     sums: tuple[Array, Array, Array],
     q: Float[Array, "batch seq heads channels"],
     held: Paged | Float[Array, "batch completed channels"],

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32, PRNGKeyArray
 
 from ling3.cache import CacheSpec, Paged, Span
-from ling3.layers.csa import CompressorState
+from ling3.layers.csa import CompressorState, over_compressed
 from ling3.layers.draw import Draw
 from ling3.layers.linear import Matrix, normal
 from ling3.layers.mla import MLA, MLAConfig
@@ -27,7 +27,7 @@ KEY_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class PoolIndexerConfig:
-    """The sizes of a `PoolIndexer`."""
+    """The numbers of channels, heads and tokens of a `PoolIndexer`."""
 
     hidden: int
     q_rank: int
@@ -88,7 +88,7 @@ class PoolIndexer(eqx.Module):
 
     @property
     def heads(self) -> int:
-        """The number of query heads."""
+        """The number of the indexer's query heads."""
         return self.weights_proj.out_features
 
     def empty_state(self, spec: CacheSpec) -> CompressorState:
@@ -222,18 +222,13 @@ class IndexedMLA(eqx.Module):
     ) -> Wide[Array, "batch seq heads value"]:
         """Attention over the latents of those tokens among the first `seen` that are chosen."""
         batch, seq = q_nope.shape[:2]
+        chosen = chosen if isinstance(held, Paged) else chosen[:, :, :seq]
 
         def attend(q: Array) -> Array:
             q = rearrange(q, "(b s) h c -> b s h c", b=batch)
-            sums = ops.sink(q, None)
-            if not isinstance(held, Paged):
-                sums = ops.over_entries(sums, q, held, seen, chosen[:, :, :seq])
-            elif chosen.dtype == bool:
-                sums = ops.over_pages(sums, q, held.entries, span.table, seen, chosen)
-            else:
-                sums = ops.over_chosen(sums, q, held.entries, span.table, seen, chosen)
+            sums = over_compressed(ops.sink(q, None), q, held, seen, chosen, span)
             return rearrange(finish(sums), "b 1 (s h) c -> (b s) h c", s=seq)
 
-        rows = (rearrange(q, "b s h c -> (b s) 1 h c") for q in (q_nope, q_rope))
-        o = self.mla.over_latents(*rows, attend, span.execution)
+        q_nope, q_rope = (rearrange(q, "b s h c -> (b s) 1 h c") for q in (q_nope, q_rope))
+        o = self.mla.over_latents(q_nope, q_rope, attend, span.execution)
         return rearrange(o, "(b s) 1 h v -> b s h v", b=batch)

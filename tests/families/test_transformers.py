@@ -53,7 +53,7 @@ CENSUS = {
     "DeepSeek-V3": (DEEPSEEK_V3 | {"quantization_config": None}, 671_026_419_200, 45_395),
     "Kimi-K2": (KIMI_K2 | {"quantization_config": None}, 1_026_408_232_448, 69_975),
     "Moonlight-16B-A3B": (MOONLIGHT_16B_A3B, 15_960_110_208, 5_317),
-    "GLM-5.3-Flash": (GLM_53_FLASH, 0, 0),
+    "GLM-5.3-Flash": (GLM_53_FLASH, 313_326_811_966, 37_534),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B_A3B, 79_674_391_296, 74_391),
     "Qwen3.5-9B": (QWEN35_9B, 8_953_803_264, 427),
     "Qwen3.5-35B-A3B": (QWEN35_35B_A3B, 34_660_610_688, 31_333),
