@@ -92,7 +92,7 @@ class Worker:
             self._engine.abort(request)
 
     def count(self) -> None:
-        """Sends the engine's counts."""
+        """Sends the engine's counts beside the news of requests."""
         self._news.append((COUNTS, self._engine.stats(), True))
 
     def _prepare(self, key: int, ids: list[int], params: SamplingParams) -> None:
