@@ -123,7 +123,7 @@ class Replicas:
         return {"replicas": {"ready": len(self._ready()), "of": len(self._places)}}
 
     def close(self) -> None:
-        """Ends all replicas."""
+        """Ends all replicas and waits for their processes."""
         ready = self._ready()
         for place in self._places:
             self._end(place)

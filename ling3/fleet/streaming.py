@@ -66,7 +66,7 @@ class StreamingPlace:
 
     @property
     def load(self) -> int:
-        """The number of unfinished completions."""
+        """The number of completions that the replica has not finished."""
         return sum(query.params.n for query in self.queries.values())
 
     def send(self, *message: Any) -> None:

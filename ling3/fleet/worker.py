@@ -18,6 +18,7 @@ from ling3.engine.front import Front
 from ling3.engine.outputs import Delta
 from ling3.engine.sampling_params import SamplingParams
 from ling3.fleet.replica import Plan, Replica
+from ling3.server import log
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ AHEAD = 4
 COUNTS = -1
 """The key of the engine's counts."""
 
-News = list[tuple[int, Any, bool]]
+TurnNews = list[tuple[int, Any, bool]]
 
 
 def work(pipe: Connection, plan: Plan) -> None:
@@ -37,6 +38,7 @@ def work(pipe: Connection, plan: Plan) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    log.configure()
     replica = Replica()
     try:
         card = replica.start(plan)
@@ -57,7 +59,7 @@ class Worker:
     def __init__(self, engine: Front, pipe: Connection):
         self._engine, self._pipe = engine, pipe
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox: queue.Queue[News] = queue.Queue(AHEAD)
+        self._outbox: queue.Queue[TurnNews] = queue.Queue(AHEAD)
         self._news: deque[tuple[int, Any, bool]] = deque()
         self._preparing: set[int] = set()
         self._running: dict[int, int] = {}
@@ -90,7 +92,7 @@ class Worker:
             self._engine.abort(request)
 
     def count(self) -> None:
-        """Sends the engine's counts."""
+        """Sends the engine's counts beside the news of requests."""
         self._news.append((COUNTS, self._engine.stats(), True))
 
     def _prepare(self, key: int, ids: list[int], params: SamplingParams) -> None:

@@ -87,8 +87,8 @@ def configure() -> Writer:
     # Not with `sys.stderr`: a blocked write would hold its lock, which the interpreter takes at exit.
     handler = Writer(functools.partial(_write_all, sys.stderr.fileno()))
     logging.captureWarnings(True)
-    levels = {"ling3.server": logging.INFO, "ling3.engine": logging.WARNING, "uvicorn.error": logging.WARNING}
-    for name, level in {**levels, "asyncio": logging.WARNING, "py.warnings": logging.WARNING}.items():
+    warnings = ("ling3.engine", "ling3.fleet", "uvicorn.error", "asyncio", "py.warnings")
+    for name, level in {"ling3.server": logging.INFO, **dict.fromkeys(warnings, logging.WARNING)}.items():
         each = logging.getLogger(name)
         each.handlers, each.propagate = [handler], False
         each.setLevel(level)
