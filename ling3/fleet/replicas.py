@@ -69,9 +69,10 @@ class Replicas:
         except BaseException:
             self.close()
             raise
-        assert self._first is not None, "there is at least one replica"
-        self.facts, self.settings = self._first.facts, self._first.settings
-        self._intake = dataclasses.replace(self._first.intake, tokenizer=tokenizer)
+        card = first.card
+        assert card is not None, "it was welcomed"
+        self.facts, self.settings = card.facts, card.settings
+        self._intake = dataclasses.replace(card.intake, tokenizer=tokenizer)
         self.max_model_len = self._intake.room
         self.adapters: tuple[str, ...] = tuple(plan.adapters)
         self._routes = Routes(self.settings.prefix_step)
