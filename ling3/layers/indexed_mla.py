@@ -226,15 +226,9 @@ class IndexedMLA(eqx.Module):
 
         def attend(q: Array) -> Array:
             q = rearrange(q, "(b s) h c -> b s h c", b=batch)
-            sums = ops.sink(q, None)
-            if not isinstance(held, Paged):
-                sums = ops.over_entries(sums, q, held, seen, chosen[:, :, :seq])
-            else:
-                assert span.table is not None, "a span over a paged array has a table"
-                over = ops.over_pages if chosen.dtype == bool else ops.over_chosen
-                sums = over(sums, q, held.entries, span.table, seen, chosen)
+            sums = over_compressed(ops.sink(q, None), q, held, seen, chosen, span)
             return rearrange(finish(sums), "b 1 (s h) c -> (b s) h c", s=seq)
 
-        nope, rope = (rearrange(q, "b s h c -> (b s) 1 h c") for q in (q_nope, q_rope))
-        o = self.mla.over_latents(nope, rope, attend, span.execution)
+        q_nope, q_rope = (rearrange(q, "b s h c -> (b s) 1 h c") for q in (q_nope, q_rope))
+        o = self.mla.over_latents(q_nope, q_rope, attend, span.execution)
         return rearrange(o, "(b s) 1 h v -> b s h v", b=batch)
