@@ -141,7 +141,7 @@ class Glm5NextConfig:
     @staticmethod
     def from_dict(raw: object, source: str = "config.json") -> "Glm5NextConfig":
         """Reads the text model's fields from a whole or a flat config, accounting for each; errors name `source`."""
-        text = text_of(raw, source, rules(Glm5NextConfig))
+        text = text_of(raw, source, rules(Glm5NextConfig).keys() - {"pad_token_id"})
         if isinstance(kinds := text.get("layer_types"), list):
             text["layer_types"] = [_SYNONYMS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         return read(Glm5NextConfig, text, source, only=ONLY, derived=DERIVED, harmless=UNUSED)
