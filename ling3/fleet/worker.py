@@ -40,13 +40,14 @@ def work(pipe: Connection, plan: Plan) -> None:
         signal.signal(number, signal.SIG_IGN)
     log.configure()
     replica = Replica()
-    try:
-        card = replica.start(plan)
-        replica.warm(False)
-    except Exception as error:
-        pipe.send(error)
-        return
-    pipe.send(card)
+    with contextlib.suppress(OSError):  # the other process has ended meanwhile
+        try:
+            card = replica.start(plan)
+            replica.warm(False)
+        except Exception as error:
+            pipe.send(error)
+            return
+        pipe.send(card)
     Worker(replica.engine, pipe).run()
 
 

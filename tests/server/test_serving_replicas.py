@@ -18,7 +18,7 @@ from ling3 import cli
 PATH = "/v1/completions"
 PROMPTS = [[60 + i, 70, 80] for i in range(8)]
 BODY = {"max_tokens": 12, "temperature": 1, "ignore_eos": True, "seed": 5}
-LONG = {**BODY, "prompt": [60, 70, 80], "max_tokens": 1500, "stream": True}
+LONG = {**BODY, "model": "nano", "prompt": [60, 70, 80], "max_tokens": 1500, "stream": True}
 WHOLE = {"replicas": {"ready": 2, "of": 2}, "status": "ok"}
 
 
