@@ -18,7 +18,7 @@ from tiny_transformers import TOKENS, open_model, write
 import ling3
 from ling3.adapters.adapter import adaptable
 from ling3.engine.speculator import Speculator
-from ling3.families import read_config
+from ling3.families import family_of, read_config
 from ling3.formats import QuantizedMatrix
 from ling3.interpret.inspect import report
 from ling3.mesh import place
@@ -232,7 +232,8 @@ def test_on_kernels_answers_keep_their_bits_with_guesses_too(name, monkeypatch):
         guessed, outputs = answers(speculation=guess, draft_tokens=2)
         assert plain[:2] == plain[2:] and guessed == plain
         assert sum(output.outputs[0].drafted_tokens for output in outputs)
-        further = ling3.init(model.config, key=jax.random.key(0), mtp=True).mtp  # random: its guesses are mostly wrong
-        model = dataclasses.replace(model, mtp=further)
+        config = family_of(model.config).with_mtp_layers(model.config, 1)
+        further = ling3.init(config, key=jax.random.key(0), mtp=True).mtp  # random: its guesses are mostly wrong
+        model = dataclasses.replace(model, config=config, mtp=further)
         guessed, outputs = answers(speculation="mtp", draft_tokens=2)
         assert guessed == plain and sum(output.outputs[0].drafted_tokens for output in outputs)

@@ -65,6 +65,7 @@ DELTA = {
     "num_hidden_layers": 4,
 }
 SHARED = {"shared_expert_intermediate_size": 24}
+NEXT = {**EXPERTS, **DELTA, **SHARED, "num_nextn_predict_layers": 0}
 POOLED = {
     "index_head_dim": 16,
     "index_kpool": 4,
@@ -123,11 +124,11 @@ CASES = {
     ),
     "qwen3-next": (
         "Qwen3Next",
-        {**EXPERTS, **DELTA, **SHARED, "layer_types": ["linear_attention", "full_attention"] * 2},
+        {**NEXT, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "qwen3-next, some dense, with biases": (
         "Qwen3Next",
-        {**EXPERTS, **DELTA, **SHARED, "attention_bias": True, "linear_num_value_heads": 2, "mlp_only_layers": [1]},
+        {**NEXT, "attention_bias": True, "linear_num_value_heads": 2, "mlp_only_layers": [1]},
     ),
     "qwen3.5": ("Qwen3_5", DELTA | {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**EXPERTS, **DELTA, **SHARED}),

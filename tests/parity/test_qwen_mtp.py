@@ -58,7 +58,8 @@ def test_logits(name, open_family, tmp_path):
     case = open_family(name)
     layer = predictor(case.theirs)
     raw = json.loads((case.directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"mtp_num_hidden_layers": 1} if "3.5" in name else raw))
+    field = "num_nextn_predict_layers" if name == "qwen3-next" else "mtp_num_hidden_layers"
+    (tmp_path / "config.json").write_text(json.dumps(raw | {field: 1}))
     file = safetensors.numpy.load_file(case.directory / "model.safetensors")
     safetensors.numpy.save_file(file | published(layer), tmp_path / "model.safetensors")
     model = ling3.load(tmp_path, jnp.float32, mtp=True)

@@ -41,6 +41,7 @@ DELTA = {
 TEXT = {
     **DELTA,
     "layer_types": ["linear_attention", "full_attention"],
+    "mtp_num_hidden_layers": 0,
     "rope_parameters": published.QWEN35_9B["text_config"]["rope_parameters"] | {"partial_rotary_factor": 0.5},
 }
 SHARED = {"shared_expert_intermediate_size": 12}
@@ -81,7 +82,14 @@ CASES = {
     ),
     "qwen3-next": (
         published.QWEN3_NEXT_80B_A3B,
-        {**DELTA, **SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "partial_rotary_factor": 0.5},
+        {
+            **DELTA,
+            **SHARED,
+            "full_attention_interval": 2,
+            "mlp_only_layers": [0],
+            "num_nextn_predict_layers": 0,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     "glm5-next": (
         text("Glm5NextForConditionalGeneration", published.GLM_53_FLASH),
