@@ -165,7 +165,7 @@ for layer in model.model.layers[1:3]:
 layer = model.model.layers[3]
 mla, normed = layer.attention, layer.input_layernorm(x)
 positions = span.positions(seq)
-q_nope, q_rope = mla.queries(normed, positions)
+q_nope, q_rope = mla.queries(mla.query_input(normed), positions)
 entries = mla.entries(normed, positions)
 for name, array in {"q_nope": q_nope, "q_rope (rotated)": q_rope, "entries [latent | rotated key]": entries}.items():
     show(f"layers.3.attention: {name}", array)
