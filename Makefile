@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Python compiles what is imported, once; pip would compile everything, which takes two minutes of all that `.ci/run` installs.
+# Python compiles what is imported, once; pip would compile everything that it installs.
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
 # Tables of last bits, which want all optimizations; a file's tests share their checkpoints.
