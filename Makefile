@@ -21,10 +21,7 @@ APART := --ignore=tests/parity --ignore=tests/real --ignore=tests/site --ignore=
 # Slow tests of many devices, which `make mesh` runs.
 MESH := tests/mesh tests/interpret/test_collectives.py tests/interpret/test_plan.py tests/train/test_fsdp.py
 
-# Rooms whose slow tests `make exhaustive` runs.
-LONGER := tests/afd tests/interpret tests/evals tests/experiments tests/benchmarks
-
-.PHONY: demo test thorough lint types wheel harness fleet server mesh parity real slow exhaustive coverage notebooks docs plan clean
+.PHONY: demo test thorough lint types wheel harness fleet server mesh parity real promise slow exhaustive coverage notebooks docs plan clean
 
 demo: .venv/installed
 	$(BIN)/ling3 generate nano --chat -p "Mia has 8 red eggs and 14 black eggs. She loses 13 eggs. Then she wins 18 more. Then she gives away 11. How many eggs does Mia have?"
@@ -92,15 +89,16 @@ parity: .venv/installed-parity
 real: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 -m "not exhaustive" tests/real $(wildcard tests/*/test_every_tokenizer.py)
 
-slow: .venv/installed-test
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%) $(LONGER:%=--ignore=%)
+# The engine's promise, and whatever else last bits decide, on programs with all of XLA's optimizations.
+promise: .venv/installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "optimized and not exhaustive" --durations=10 $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what `test`, `thorough`, `slow`, `parity` and `real` ask, slow tests of what stands around model and
-# engine, soaks and experiments at length, every benchmark at toy sizes: before a release, and for whoever changes what
-# they are about.
+# Laws that take long, before a release and for whoever changes what they are about.
+slow: .venv/installed-test
+	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%)
+
+# The other cases of what all these ask, soaks and experiments at length, every benchmark at toy sizes: as `slow`.
 exhaustive: .venv/installed-real
-	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" $(APART) $(MESH:%=--ignore=%) $(LONGER)
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "exhaustive and not optimized" $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive and optimized" $(APART) $(MESH:%=--ignore=%)
 

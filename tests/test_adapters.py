@@ -42,7 +42,7 @@ def test_a_new_adapter_changes_no_bit(model):
         np.testing.assert_array_equal(own, other)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beside_the_weights_and_in_them(model):
     """The logits' standard deviation is near 1, and each layer sums in another order: 2e-4 as in parity."""
     adapter = random_adapter(model)

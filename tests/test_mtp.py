@@ -113,6 +113,7 @@ class TestSaved:
         again = ling3.load(tmp_path / "b", mtp=True)
         assert again.config.num_nextn_predict_layers == count and eqx.tree_equal(again.mtp, model.mtp)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["int4", *exhaustively(["int8", "fp8", "mxfp4"])])
     def test_quantized_ones(self, name, tmp_path):
         config = dataclasses.replace(SIZES, num_nextn_predict_layers=1, quantization_config=CONFIGS[name])
@@ -212,6 +213,7 @@ class TestNothingElseChanges:
         assert checksum(model) == checksum(plain)
         assert fingerprint(model) == fingerprint(plain)
 
+    @pytest.mark.slow
     def test_training_leaves_the_layer_as_it_is(self, model, plain):
         train = pytest.importorskip("ling3.train")
         batch = train.Batch(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape))

@@ -26,7 +26,7 @@ from ling3.formats.matrix import QuantizedMatrix
 from ling3.model import CausalLM
 from ling3.train.fsdp import Fsdp
 from ling3.train.learnt_loss import recomputed, summed_loss
-from ling3.train.loop import Batch, Learner, Optimization, descend, loss_of, mtp_loss
+from ling3.train.loop import Batch, Optimization, TrainState, descend, loss_of, mtp_loss
 from ling3.train.loss_plot import draw_losses
 from ling3.train.micro_batches import fingerprint, learnt_tokens, micro_batches, step_texts, steps_of
 from ling3.train.packing import leak
@@ -120,13 +120,13 @@ class TextLoss(eqx.Module):
 _loss_of = eqx.filter_jit(loss_of)
 
 
-def first_learner(model: CausalLM, settings: FineTuning, texts: int, fsdp: Fsdp | None = None) -> Learner:
-    """The learner of an adapter or of all weights, for a number of texts."""
+def first_state(model: CausalLM, settings: FineTuning, texts: int, fsdp: Fsdp | None = None) -> TrainState:
+    """The first state of an adapter or of all weights, for a number of texts."""
     optimization = settings.optimization(texts)
     if settings.lora is None:
-        return Learner.of_weights(model, optimization, fsdp)
+        return TrainState.of_weights(model, optimization, fsdp)
     key, how = jax.random.key(settings.seed), {"alpha": settings.alpha, "targets": settings.targets}
-    return Learner.first(new_adapter(model, rank=settings.lora, key=key, **how), optimization.descent())
+    return TrainState.first(new_adapter(model, rank=settings.lora, key=key, **how), optimization.descent())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +174,9 @@ def finetune(
     if target is not None:
         check_target(target)
     run = _Run(model, texts, held_out, settings, None if mesh is None else Fsdp(mesh), target)
-    learner = run.train()
-    adapter = None if settings.lora is None else learner.trained
-    tuned = learner.model(model) if adapter is None else with_adapter(model, adapter)
+    state = run.train()
+    adapter = None if settings.lora is None else state.trained
+    tuned = state.model(model) if adapter is None else with_adapter(model, adapter)
     if target is not None:
         save(tuned, target, overwrite=True) if adapter is None else save_adapter(adapter, target, overwrite=True)
         run.saved.finish()
@@ -207,46 +207,46 @@ class _Run:
         self.saved = SavedState(pathlib.Path() if self.target is None else self.target / replacing.TRAINING, facts)
         self.optimization = self.settings.optimization(len(self.texts))
 
-    def train(self) -> Learner:
+    def train(self) -> TrainState:
         """Takes the steps that are left."""
-        learner, done = first_learner(self.model, self.settings, len(self.texts), self.fsdp), 0
+        state, done = first_state(self.model, self.settings, len(self.texts), self.fsdp), 0
         if self.target is not None:
-            done, self.log, learner = self.saved.load(learner)
-            learner = learner if self.fsdp is None else self.fsdp.place(learner)
+            done, self.log, state = self.saved.load(state)
+            state = state if self.fsdp is None else self.fsdp.place(state)
         if not self.log and self.held_out:
-            self.log.append({"step": 0, "eval_loss": self.measured(learner)})
+            self.log.append({"step": 0, "eval_loss": self.measured(state)})
         before = self.log[-1] if self.log else {}
         self.tokens, self.begin = before.get("tokens", 0), time.monotonic() - before.get("seconds", 0.0)
         steps = range(done + 1, self.optimization.steps + 1)
-        return descend(learner, self.learnt, steps, self.report, title="fine-tuning")
+        return descend(state, self.learnt, steps, self.report, title="fine-tuning")
 
     def learnt(self, step: int) -> tuple[TextLoss, list[Batch]]:
         """The loss and the micro-batches of a step."""
         how = self.settings
         texts = step_texts(self.texts, step, how.batch, how.seed, bool(how.packing))
         self.tokens += sum(len(text.ids) for text in texts)
-        return self.lesson(texts)
+        return self.objective(texts)
 
-    def lesson(self, texts: Sequence[TrainingText]) -> tuple[TextLoss, list[Batch]]:
+    def objective(self, texts: Sequence[TrainingText]) -> tuple[TextLoss, list[Batch]]:
         """The mean loss of the learnt tokens of some texts, and their micro-batches."""
         how, total = self.settings, jnp.asarray(float(learnt_tokens(texts)))
         loss = TextLoss(None if how.lora is None else self.model, total, how.recompute and self.fsdp is None)
         return loss, micro_batches(texts, how.tokens, self.devices, bool(how.packing))
 
-    def measured(self, learner: Learner) -> float:
+    def measured(self, state: TrainState) -> float:
         """The mean loss of the learnt tokens of the held-out texts."""
-        loss, batches = self.lesson(self.held_out)
-        return sum(float(_loss_of(learner.trained, learner.rows(batch), self.fsdp, loss)) for batch in batches)
+        loss, batches = self.objective(self.held_out)
+        return sum(float(_loss_of(state.trained, state.rows(batch), self.fsdp, loss)) for batch in batches)
 
-    def report(self, step: int, loss: float, learner: Learner, gradient: PyTree) -> None:
+    def report(self, step: int, loss: float, state: TrainState, gradient: PyTree) -> None:
         """Adds a step to the log, and writes the state where that is due."""
         rate, is_last = float(jnp.asarray(self.optimization.schedule()(step - 1))), step == self.optimization.steps
         point = {"step": step, "tokens": self.tokens, "learning_rate": rate, "loss": loss}
         if self.held_out and (is_last or step % self.settings.eval_every == 0):
-            point["eval_loss"] = self.measured(learner)
+            point["eval_loss"] = self.measured(state)
         self.log.append({**point, "seconds": round(time.monotonic() - self.begin, 3)})
         if self.target is not None and (is_last or step % self.settings.save_every == 0):
-            self.saved.save(step, self.log, learner)
+            self.saved.save(step, self.log, state)
             draw_losses(self.log, self.saved.directory / PLOT)
 
 

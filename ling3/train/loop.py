@@ -206,23 +206,23 @@ def loss_and_gradient(
     return found, gradient if fsdp is None else fsdp.settled(gradient)
 
 
-class Learner(eqx.Module):
-    """Arrays that are trained and the state of their optimizer; with `fsdp` both are sharded."""
+class TrainState(eqx.Module):
+    """Arrays that are trained and what their optimizer keeps of past gradients; with `fsdp` both are sharded."""
 
     trained: Any
-    state: PyTree
+    moments: PyTree
     optimizer: optax.GradientTransformation = eqx.field(static=True)
     fsdp: Fsdp | None = eqx.field(static=True)
 
     @classmethod
-    def first(cls, trained: Any, optimizer: optax.GradientTransformation, fsdp: Fsdp | None = None) -> "Learner":
-        """The learner before its first step."""
+    def first(cls, trained: Any, optimizer: optax.GradientTransformation, fsdp: Fsdp | None = None) -> "TrainState":
+        """The state before the first step."""
         init = optimizer.init if fsdp is None else eqx.filter_jit(lambda tree: fsdp.settled(optimizer.init(tree)))
         return cls(trained, init(eqx.filter(trained, eqx.is_inexact_array)), optimizer, fsdp)
 
     @classmethod
-    def of_weights(cls, model: CausalLM, optimization: Optimization, fsdp: Fsdp | None = None) -> "Learner":
-        """The learner of a copy of all weights, which its steps donate; the routers are balanced."""
+    def of_weights(cls, model: CausalLM, optimization: Optimization, fsdp: Fsdp | None = None) -> "TrainState":
+        """The state of a copy of all weights, which its steps donate; the routers are balanced."""
         trained = balanced(jax.tree.map(lambda leaf: leaf.copy(), model) if fsdp is None else fsdp.place(model))
         return cls.first(trained, optimization.transformation(trained), fsdp)
 
@@ -240,20 +240,20 @@ class Learner(eqx.Module):
 
 
 def accumulate(
-    given: tuple[Loss, Learner, Batch], sums: tuple[Float[Scalar, ""], PyTree]
+    given: tuple[Loss, TrainState, Batch], sums: tuple[Float[Scalar, ""], PyTree]
 ) -> tuple[Float[Scalar, ""], PyTree]:
     """The sums of losses and gradients, with those of one more batch."""
-    loss, learner, batch = given
-    return jax.tree.map(jnp.add, sums, loss_and_gradient(learner.trained, batch, learner.fsdp, loss))
+    loss, state, batch = given
+    return jax.tree.map(jnp.add, sums, loss_and_gradient(state.trained, batch, state.fsdp, loss))
 
 
-def update(gradient: PyTree, learner: Learner) -> Learner:
-    """The learner after a step with a gradient."""
-    weights = eqx.filter(learner.trained, eqx.is_inexact_array)
+def update(gradient: PyTree, state: TrainState) -> TrainState:
+    """The state after a step with a gradient."""
+    weights = eqx.filter(state.trained, eqx.is_inexact_array)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax assumes both
-        updates, state = learner.optimizer.update(gradient, learner.state, weights)
-    updated = dataclasses.replace(learner, trained=eqx.apply_updates(learner.trained, updates), state=state)
-    return updated if learner.fsdp is None else learner.fsdp.settled(updated)
+        updates, moments = state.optimizer.update(gradient, state.moments, weights)
+    updated = dataclasses.replace(state, trained=eqx.apply_updates(state.trained, updates), moments=moments)
+    return updated if state.fsdp is None else state.fsdp.settled(updated)
 
 
 _accumulated = eqx.filter_jit(accumulate, donate="all-except-first")
@@ -261,18 +261,18 @@ _updated = eqx.filter_jit(update, donate="all-except-first")
 
 
 def descend(
-    learner: Learner,
-    lesson: Callable[[int], tuple[Loss, Sequence[Batch]]],
+    state: TrainState,
+    objective: Callable[[int], tuple[Loss, Sequence[Batch]]],
     steps: range,
-    report: Callable[[int, float, Learner, PyTree], None],
+    report: Callable[[int, float, TrainState, PyTree], None],
     *,
     title: str,
     every: int = 1,
-) -> Learner:
+) -> TrainState:
     """Trains for some steps, counted from 1, by gradient descent; deterministic. On a terminal, a bar shows them.
 
-    The loss of a step is the sum of those of its micro-batches: `lesson` gives both for a step. `report` is called
-    every `every` steps and after the last, with the step, the mean loss since the previous report, the learner, whose
+    The loss of a step is the sum of those of its micro-batches: `objective` gives both for a step. `report` is called
+    every `every` steps and after the last, with the step, the mean loss since the previous report, the state, whose
     buffers the next step donates, and the gradient. Each new shape of a batch compiles a pass. Raises
     FloatingPointError if the loss is not finite at a report.
     """
@@ -280,10 +280,10 @@ def descend(
     with progress(f"{title} (the first step compiles)", last) as advance:
         advance(steps.start - 1)
         for step in steps:
-            (loss, batches), sums = lesson(step), (jnp.zeros((), jnp.float32), learner.zeros())
+            (loss, batches), sums = objective(step), (jnp.zeros((), jnp.float32), state.zeros())
             for batch in batches:
-                sums = _accumulated((loss, learner, learner.rows(batch)), sums)
-            learner = _updated(sums[1], learner)
+                sums = _accumulated((loss, state, state.rows(batch)), sums)
+            state = _updated(sums[1], state)
             losses.append(sums[0])
             if step % every == 0 or step == last:
                 mean = float(jnp.mean(jnp.stack(losses)))
@@ -291,8 +291,8 @@ def descend(
                     raise FloatingPointError(f"the loss is {mean} by step {step}: lower the learning rate")
                 advance(len(losses), f"{title}, loss {mean:.4f}")
                 losses.clear()
-                report(step, mean, learner, sums[1])
-    return learner
+                report(step, mean, state, sums[1])
+    return state
 
 
 def train(
@@ -320,7 +320,7 @@ def train(
         )
     stream, tokens, start, last = iter(batches), 0, time.monotonic(), optimization.steps
 
-    def lesson(step: int) -> tuple[Loss, list[Batch]]:
+    def objective(step: int) -> tuple[Loss, list[Batch]]:
         nonlocal tokens
         batch = next(stream, None)
         if batch is None:
@@ -328,10 +328,10 @@ def train(
         tokens += batch.tokens.size
         return LOSSES[optimization.part], [batch]
 
-    def reported(step: int, loss: float, learner: Learner, gradient: PyTree) -> None:
+    def reported(step: int, loss: float, state: TrainState, gradient: PyTree) -> None:
         imbalance = max((float(jnp.max(jnp.abs(load))) for load in expert_biases(gradient)), default=0.0)
-        report(Progress(step, tokens, time.monotonic() - start, loss, imbalance), plain(learner.trained))
+        report(Progress(step, tokens, time.monotonic() - start, loss, imbalance), plain(state.trained))
 
-    learner = Learner.of_weights(model, optimization, None if mesh is None else Fsdp(mesh))
-    learner = descend(learner, lesson, range(1, last + 1), reported, title="training", every=every)
-    return learner.model(model)
+    state = TrainState.of_weights(model, optimization, None if mesh is None else Fsdp(mesh))
+    state = descend(state, objective, range(1, last + 1), reported, title="training", every=every)
+    return state.model(model)

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ling3.model import CausalLM
-from ling3.train.fine_tuning import FineTuning, TextLoss, check_settings, first_learner
+from ling3.train.fine_tuning import FineTuning, TextLoss, check_settings, first_state
 from ling3.train.learnt_loss import logits_at_once
-from ling3.train.loop import Batch, Learner, accumulate, update
+from ling3.train.loop import Batch, TrainState, accumulate, update
 from ling3.train.micro_batches import rows_of, width_of
 
 
@@ -104,25 +104,23 @@ def predict(model: CausalLM, settings: FineTuning | None = None, length: int | N
     width = width_of(length)
     rows = rows_of(width, settings.tokens, settings.batch)
 
-    def first(model: CausalLM) -> tuple[Learner, TextLoss, Batch, PyTree]:
-        learner = first_learner(model, settings, settings.batch)
+    def first(model: CausalLM) -> tuple[TrainState, TextLoss, Batch, PyTree]:
+        state = first_state(model, settings, settings.batch)
         base = None if settings.lora is None else model
         batch = Batch(jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width)))
-        return learner, TextLoss(base, jnp.zeros(()), settings.recompute), batch, learner.zeros()
+        return state, TextLoss(base, jnp.zeros(()), settings.recompute), batch, state.zeros()
 
-    learner, loss, batch, gradient = eqx.filter_eval_shape(first, model)
-    passing = _own_bytes(
-        lambda sums, *given: accumulate(given, sums), ((loss.total, gradient), loss, learner, batch), 0
-    )
-    updating = _own_bytes(update, (gradient, learner), 1)
+    state, loss, batch, gradient = eqx.filter_eval_shape(first, model)
+    passing = _own_bytes(lambda sums, *given: accumulate(given, sums), ((loss.total, gradient), loss, state, batch), 0)
+    updating = _own_bytes(update, (gradient, state), 1)
     tokens, hidden = rows * width, model.model.norm.weight.shape[0] * model.dtype.itemsize
     return TrainingMemory(
         rows=rows,
         width=width,
         weights=_by_dtype(model),
-        trained=_bytes(learner.trained),
+        trained=_bytes(state.trained),
         gradient=_bytes(gradient),
-        moments=_bytes(learner.state),
+        moments=_bytes(state.moments),
         inputs=tokens * hidden * len(model.model.layers) if settings.recompute else 0,
         logits=4 * model.config.vocab_size * logits_at_once(model, batch),
         passing=passing,

@@ -35,7 +35,7 @@ from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.score import score
 from ling3.serve import Engine
-from ling3.train.loop import Learner, adam, update
+from ling3.train.loop import TrainState, adam, update
 
 _updated = eqx.filter_jit(update)  # donates nothing: the engine has the weights too
 
@@ -146,7 +146,7 @@ def grpo(
     """
     start, stream, points, begin = model, iter(tasks), [], (time.monotonic(), time.process_time())
     weights, fixed = eqx.partition(model, _trained(model))
-    learner = Learner.first(weights, adam(settings.learning_rate, settings.gradient_norm))
+    state = TrainState.first(weights, adam(settings.learning_rate, settings.gradient_norm))
     how = {"settings": engine.settings, "execution": engine.loop.runner.execution}
     with progress("learning (the first step compiles)", settings.steps) as advance:
         for step in range(settings.steps):
@@ -161,11 +161,11 @@ def grpo(
             answers = Answers(gains, old, scores(start) if settings.kl else None, valid)
             found: list[Array] = []  # the policy's log-probabilities before each update
             for _ in range(settings.inner):
-                logprobs, gradient = _gradient(scores, learner.trained, fixed, answers, settings)
+                logprobs, gradient = _gradient(scores, state.trained, fixed, answers, settings)
                 assert found or sampler is not None or jnp.array_equal(logprobs, old), "the engine reported other bits"
                 found.append(logprobs)
-                learner = _updated(gradient, learner)
-            model = eqx.combine(learner.trained, fixed)
+                state = _updated(gradient, state)
+            model = eqx.combine(state.trained, fixed)
             points.append(_point(step, points, rewards, answers, found, begin))
             advance(1, f"learning, reward {points[-1].reward:.3f}")
             report(points[-1], model)

@@ -629,6 +629,7 @@ def test_a_card_that_fails_ends_every_request(model, answers, monkeypatch):
             within(failed.engines[1].generate, answers[0][:1])
 
 
+@pytest.mark.thorough
 def test_a_closed_system_says_so(model, answers):
     with build(model) as closed:
         closed.close()

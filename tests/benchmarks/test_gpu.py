@@ -45,7 +45,7 @@ def test_a_wrong_form_is_found(found, wrong, what):
         assert "wrong" not in told and not told["in_any_company"] and told["same_again"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_cut_off_leaves_what_it_had(tmp_path):
     program = """
 import sys, time, pathlib

@@ -258,7 +258,7 @@ def test_names():
         case("growth/memory", "Twice?")(lambda setting: Trial([]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks"])
     suite.main(only=("growth/memory", "operators/router-512"), quick=True, out=tmp_path, scratch=tmp_path)

@@ -77,7 +77,7 @@ def test_a_half_in_floats_is_joined_with_the_other(float_half, tmp_path):
     np.testing.assert_array_equal(found.model.layers[0].attention.kv_b_proj.weight, joined(own))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_mesh_has_the_heads_of_each_device(file):
     """And an adapter's rows for them."""
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])

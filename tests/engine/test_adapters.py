@@ -64,7 +64,7 @@ def test_in_every_family(name):
     are_near(answers(adapted, with_adapter(None, "b", asked)), expected[2::3])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("to", exhaustively(QUANTIZED, but=["int4"]))
 def test_over_quantized_weights(to):

@@ -129,6 +129,7 @@ def counts(engine):
     return found + Counter({"jax.Array": len(jax.live_arrays())})
 
 
+@pytest.mark.thorough
 def test_what_is_left_does_not_grow_with_requests():
     """Of long and short prompts, with one or two answers, scored or not, and aborted in every stage."""
     engine = scripted()
@@ -151,6 +152,7 @@ def test_what_is_left_does_not_grow_with_requests():
     assert {kind: count - before[kind] for kind, count in after.items() if count > before[kind] + 5} == {}
 
 
+@pytest.mark.thorough
 def test_an_object_per_request_is_found(monkeypatch):
     kept, output = [], Request.output
     monkeypatch.setattr(Request, "output", lambda self: kept.append(output(self)) or kept[-1])

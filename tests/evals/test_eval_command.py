@@ -179,7 +179,7 @@ def test_choices_are_counted_too(tmp_path, capsys):
     assert (line["parsed"], line["right"]) == (None, False) and number(line["text"]) is not None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_chat(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.json", tmp_path / "out.jsonl"
     write(prompts, [Question(problem.question, str(problem.answer)) for problem in exam(4)])

@@ -34,6 +34,7 @@ def check_the_recurrence():
     np.testing.assert_allclose(after, S, atol=1e-13)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LINEAR)
 def test_any_split_is_the_whole_and_padding_changes_nothing(name):
     layer, x = MIXERS[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 20, 64))
@@ -58,6 +59,7 @@ def test_with_one_decay_for_each_channel_alike_the_delta_rule_is_kdas():
     np.testing.assert_allclose(layer(x, None, span)[0], expected, atol=1e-5)  # float32, values near 1
 
 
+@pytest.mark.thorough
 def test_fixed_decays_are_not_trained():
     layer, x = MIXERS["lightning"](jax.random.key(0)), jax.random.normal(jax.random.key(1), (1, 8, 64))
     gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(x, None, Span.whole(1, 8))[0]))(layer)

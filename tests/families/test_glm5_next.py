@@ -225,7 +225,7 @@ def test_adapters_reach_every_matrix_under_transformers_names(model):
     assert {"0.self_attn.forget_gate.f_a_proj", "0.self_attn.g_b_proj", "0.mlp.up_proj"} <= modules
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_mesh_has_one_device_s_logits_and_tokens(model):
     """Indexers and streams are replicated, all else sharded. float32 both ways: 2e-5 as between pass and steps."""
     sharded = place(model, jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2]))

@@ -172,7 +172,7 @@ def test_adapters_reach_every_matrix_under_transformers_names(name):
     assert {own for own in modules if ".layers.0." in own} == {f"model.layers.0.{own}" for own in expected}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-next", *exhaustively(["qwen3.5-moe", "deepseek-v3"])])
 def test_a_mesh_has_one_device_s_logits_and_tokens(name):
     """Gated DeltaNet is replicated, all else sharded. float32 both ways: 2e-5 as between forward pass and steps."""

@@ -98,6 +98,7 @@ def test_maps_and_gates_are_the_traces(shown, traced):
         np.testing.assert_allclose(shown["layers"][i]["attention"]["gate"], inside.gate[0], **DIGITS)
 
 
+@pytest.mark.slow
 def test_experts_and_norms_are_the_traces(shown, traced):
     np.testing.assert_allclose(shown["embedding"], traced.embedding_norm[0], **DIGITS)
     for own, layer in zip(shown["layers"], traced.layers, strict=True):
@@ -138,6 +139,7 @@ def test_what_is_written_is_what_the_state_gains(traced):
         np.testing.assert_allclose(inside.write_norm[:, -1], jnp.linalg.norm(gained, axis=(-2, -1)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_tokens_texts_are_the_prompt_and_the_models_answer(nano):
     model, tokenizer = nano
     prompt = "Question: Sam has 3 pens.\n\tHe gets 4 more: 你好"

@@ -92,7 +92,7 @@ def test_time_is_bounded_by_rates(two):
     assert decode.read == two.weights - table - routed + round(routed * seen) + 2 * two.slots + two.pages
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_shown(two):
     out = io.StringIO()
     Console(file=out, width=160).print(two)

@@ -77,7 +77,7 @@ def expected(name):
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [
-        ("tiny", 2, 1, SUMS),
+        pytest.param("tiny", 2, 1, SUMS, marks=SLOW),
         pytest.param("grouped", 4, 1, SUMS, marks=SLOW),
         *(pytest.param("tiny", 4, 1, rules, marks=EXHAUSTIVE) for rules in (Rules(), SUMS, SAME_BITS)),
         pytest.param("grouped", 4, 1, Rules(), marks=EXHAUSTIVE),
@@ -123,6 +123,7 @@ def test_bits_do_not_depend_on_the_number_of_devices_where_asked(tensor):
     assert one == many
 
 
+@pytest.mark.thorough
 def test_what_is_refused():
     own, adapter = place(open_model("llama"), mesh(2)), adapters("llama")["a"]
     with pytest.raises(ling3.AdapterError, match="the model has an adapter already"):

@@ -45,7 +45,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [
-        ("tiny", 2, 1, Rules()),
+        pytest.param("tiny", 2, 1, Rules(), marks=SLOW),
         pytest.param("nano", 4, 1, Rules(), marks=SLOW),
         *(pytest.param(name, 4, 1, Rules(sums=True), marks=SLOW) for name in ("tiny", "flash", "nano", "grouped")),
         pytest.param("tiny", 2, 2, Rules(experts=("data", "tensor")), marks=SLOW),

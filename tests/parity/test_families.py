@@ -26,7 +26,7 @@ from ling3.families.glm5_next import Glm5NextConfig
 LOGITS = 2e-4
 
 
-# The logits of every case are in `test_family_closeness.py` too.
+# The logits of every case at the greatest length are in `test_family_closeness.py` too.
 @pytest.fixture(
     scope="module",
     params=exhaustively(CASES, but=["llama 3.1", "mistral", "qwen2", "qwen3-moe", "qwen3-next", "glm5-next"]),

@@ -18,7 +18,7 @@ from tiny import FLASH, open_model
 
 import ling3
 
-# The logits of every checkpoint at every length are in `test_closeness.py` too.
+# The logits of every checkpoint at the greatest length are in `test_closeness.py` too.
 each_case = pytest.mark.parametrize(
     ("name", "length"),
     exhaustively(itertools.product(CONFIGS, LENGTHS), but=[("tiny-like, bound -5.0", length) for length in LENGTHS]),

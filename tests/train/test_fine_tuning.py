@@ -172,7 +172,9 @@ def killed_after(monkeypatch, count):
     monkeypatch.setattr(module, "_updated", updated)
 
 
-@pytest.mark.parametrize("lora", [2, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(2, marks=pytest.mark.thorough), pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_a_killed_training_continues_to_the_same_bits(tmp_path, monkeypatch, lora):
     model, some = open_model(SMALL), texts(4)
     settings = FineTuning(**SHORT | {"save_every": 2, "lora": lora, "targets": TARGETS if lora else None})

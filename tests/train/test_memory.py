@@ -26,7 +26,11 @@ def bytes_of(tree):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", [LORA, dataclasses.replace(LORA, lora=None, targets=None)], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "settings",
+    [LORA, pytest.param(dataclasses.replace(LORA, lora=None, targets=None), marks=pytest.mark.slow)],
+    ids=["lora", "full"],
+)
 def test_the_arrays_are_those_that_exist(monkeypatch, settings):
     """At each pass there are weights, trained arrays, their gradient, AdamW's averages and the batch, and no others."""
     model, module, seen = open_model(SMALL), importlib.import_module("ling3.train.loop"), []

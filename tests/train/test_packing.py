@@ -11,7 +11,7 @@ import kimi_reference
 import numpy as np
 import pytest
 import tiny_transformers
-from exhaustive_cases import thoroughly
+from exhaustive_cases import exhaustively, thoroughly
 from tiny import TINY, open_model, widened
 
 import ling3
@@ -40,6 +40,7 @@ MODELS = {
         if name != "glm5-next"  # its indexer pools a row's tokens
     },
 }
+CASES = ["ling3", *thoroughly(["qwen3-next"]), *exhaustively(sorted(MODELS.keys() - {"ling3", "qwen3-next"}))]
 
 
 def ids():
@@ -82,7 +83,7 @@ def alone(model, tokens, valid, scale):
     return jnp.sum(jnp.sin(hidden) * scale), hidden
 
 
-@pytest.mark.parametrize("name", thoroughly(MODELS, but=["ling3"]))
+@pytest.mark.parametrize("name", CASES)
 def test_a_text_has_the_states_and_gradients_that_it_has_alone(name):
     """In float64, up to rounding: chunks begin elsewhere. The loss weighs tokens unequally, so that none cancel."""
     rows = ids()
@@ -98,7 +99,7 @@ def test_a_text_has_the_states_and_gradients_that_it_has_alone(name):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-10 * max(1.0, np.abs(other).max()))
 
 
-@pytest.mark.parametrize("name", thoroughly(MODELS, but=["ling3"]))
+@pytest.mark.parametrize("name", CASES)
 def test_no_gradient_leaks_from_one_text_into_another(name):
     """The gradient of a text's states by the embeddings of the texts around it is exactly 0."""
     rows = ids()
@@ -155,6 +156,7 @@ def test_rows_hold_each_text_once_and_know_where_it_begins():
     assert all(rows * width <= 128 and rows & (rows - 1) == 0 for rows, width in shapes)
 
 
+@pytest.mark.thorough
 def test_less_is_padding_than_in_rows_of_one_text():
     """Lengths as chats have them: 5 % against 10 %, in fewer shapes; with more texts in a step, 2 %."""
     lengths = np.clip(np.random.default_rng(1).lognormal(np.log(200), 0.8, 2000), 8, 2048).astype(int)
@@ -170,7 +172,7 @@ def test_less_is_padding_than_in_rows_of_one_text():
     assert joined < 0.06 and apart > 0.09 and few < many and padding(40, True)[0] < 0.02
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_first_losses_of_a_fine_tuning_are_those_of_rows_with_one_text(tmp_path):
     """Within 1e-5: the same float32 sums in another order, and three steps that amplify it."""
     model, some = open_model(PAIR), texts([9, 30, 4, 12, 21, 7])

@@ -111,6 +111,7 @@ def test_the_first_gradient_is_that_of_reinforce(model):
         np.testing.assert_allclose(one, other, atol=1e-6)  # float32 sums of terms below 1 in another order
 
 
+@pytest.mark.thorough
 def test_a_policy_improves_and_its_first_ratio_is_one(model, engine):
     """Tokens of the lower half become likelier, with two updates of each batch; the same again, bit for bit."""
     settings = dataclasses.replace(SHORT, steps=8, group=8, inner=2, learning_rate=1e-2, kl=0.01)
@@ -133,6 +134,7 @@ def test_a_policy_improves_and_its_first_ratio_is_one(model, engine):
     assert engine.loop.runner.model is not model  # the weights that sampled the last batch
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_trained_alone(model, engine):
     adapter = ling3.new_adapter(model, rank=2, targets=["o_proj"], key=jax.random.key(0))
     adapted = ling3.with_adapter(model, adapter)
@@ -144,6 +146,7 @@ def test_an_adapter_is_trained_alone(model, engine):
     assert points[0].deviation == 0
 
 
+@pytest.mark.thorough
 def test_another_sampler_is_off_policy(model, engine):
     """Its weights are the rounded ones, and the recorded ratio shows it; nothing is penalized, so no KL is known."""
 

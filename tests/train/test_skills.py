@@ -144,7 +144,7 @@ def test_a_pattern_is_of_one_split_under_any_words():
     assert len(train) > 1000 and len(held_out) > 1000 and train.isdisjoint(held_out)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_problems_of_exams_are_held_out():
     for name in ("problems", "chat", "examples"):
         assert {text.answer.strip() for text in take(SKILLS[name], "train", 500)}.isdisjoint(
@@ -173,6 +173,7 @@ def test_facts_are_the_same_everywhere_and_asked_where_training_never_has_them()
         assert text.answer == f" {said[name, attribute]}"
 
 
+@pytest.mark.thorough
 def test_the_words_are_different_and_each_is_one_token(tokenizer):
     assert len(set(KEYS)) == len(KEYS) == 192 and len(set(VALUES)) == len(VALUES) == 64
     assert set(KEYS).isdisjoint(VALUES)

@@ -85,7 +85,7 @@ def test_a_few_steps_learn_and_repeat(method):
     assert same(again, model)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_layer_that_predicts_a_token_more_learns_and_the_model_stays():
     curve = []
     model = ling3.init(dataclasses.replace(CONFIG, num_nextn_predict_layers=1), key=jax.random.key(0), mtp=True)
