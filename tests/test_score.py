@@ -70,7 +70,7 @@ def test_whole_programs_have_the_engines_bits(name, monkeypatch):
 
 @whole_programs
 @needs_compiler
-@pytest.mark.parametrize("name", exhaustively([*LING3, "nano", "qwen3-moe"], but=["tiny", "nano"]))
+@pytest.mark.parametrize("name", exhaustively([*LING3, "nano", "qwen3-moe"], but=["tiny"]))
 def test_kernels_have_the_engines_bits(name, monkeypatch):
     """nano is in bfloat16, and decodes 16 rows as it does by default."""
     monkeypatch.setattr(sampling, "MANY", 0)
@@ -133,7 +133,8 @@ def by_training_forward(model, sequences):
     return jnp.stack(own)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("tiny", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "tiny"])
 def test_the_gradient_is_that_of_the_training_forward(name):
     model = open_ling3() if name == "tiny" else open_transformer(name)
     shares = jnp.asarray(np.random.default_rng(0).normal(size=(3, 17)), jnp.float32)

@@ -176,6 +176,7 @@ def test_a_model_is_that_of_compressed_tensors(stored, plain, raw, tmp_path):
     assert model.parameters == plain.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", [True, False], ids=["gptq", "compressed-tensors"])
 def test_an_activation_order_permutes_columns(stored, plain, theirs, tmp_path, monkeypatch):
     """Sorted by group, the columns are those of the model without an order; products permute x, experts the columns."""

@@ -91,7 +91,7 @@ def test_logits_are_those_of_one_device(name, tensor, data, rules):
         assert np.abs(found - own).max() <= tolerance(name)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [

@@ -80,6 +80,7 @@ def test_its_gradient_is_the_plain_forms(handler):
         np.testing.assert_allclose(mine, plain, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("execution", [CPU, PLAIN], ids=["cpu", "plain"])
 def test_halves_in_blocks_are_the_joined_matrix(execution, handler):

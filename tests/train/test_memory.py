@@ -52,7 +52,7 @@ def test_the_arrays_are_those_that_exist(monkeypatch, settings):
     assert found.peak == found.arrays + found.process and 0 < found.updating < found.arrays
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_layers_that_are_recomputed_keep_their_inputs_alone():
     """With twice the layers, memory grows by the layers' inputs; where activations are kept, by much more."""
     config = dataclasses.replace(tiny_transformers.open_model("llama").config, max_position_embeddings=1024)
