@@ -29,7 +29,7 @@ def test_logits(case):
     assert np.abs(logits - expected["logits"]).max() <= 2e-4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_greedy_continuations(case):
     model, expected = case
     lengths = (1, 9, 66)

@@ -190,6 +190,7 @@ def test_blocks_of_a_gguf_file(tmp_path):
 
 
 class TestNothingElseChanges:
+    @pytest.mark.slow
     def test_logits_and_steps(self, model, plain):
         found, expected = (own.step(TOKENS, own.init_cache(2, 16)) for own in (model, plain))
         assert eqx.tree_equal(found, expected)

@@ -78,7 +78,7 @@ def turns(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_conversation_is_the_template_over_its_turns(engine):
     conversation = Conversation(engine, engine.tokenizer, SamplingParams(max_tokens=40))
     assert said(conversation, QUESTION) == ANSWER

@@ -54,7 +54,7 @@ def test_an_answer_has_the_bits_of_its_solo_run():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", exhaustively(["tiny", *CASES, "flash"], but=["tiny"]))
+@pytest.mark.parametrize("name", exhaustively(["tiny", *CASES, "flash"], but=["llama"]))
 def test_in_every_family(name):
     """Also in an engine with that adapter alone; and up to rounding of a model with that adapter beside its weights."""
     asked, expected = keeps_its_bits(name)
@@ -100,6 +100,7 @@ def test_with_drafts(name, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_with_guesses_of_the_models_own_layer(monkeypatch):

@@ -101,7 +101,7 @@ def partly_right(known):
     return guess
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("always")
 def test_in_company(monkeypatch):

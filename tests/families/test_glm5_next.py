@@ -158,7 +158,7 @@ def test_nan_in_unused_memory_changes_nothing(model):
         assert np.all(np.isnan(other[1]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_query_depends_on_its_pools_alone(model):
     """In a layer alone a query depends on the tokens of its pools and of the incomplete one, and on no others."""
     layer, seq = model.model.layers[1].attention, len(TOKENS)

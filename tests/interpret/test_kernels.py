@@ -45,6 +45,7 @@ def test_the_plain_table_asks_no_kernel():
     assert {(row.form, row.times) for row in report.rows} == {("plain", 0)}
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_kernels_that_run():
     with installed():

@@ -80,7 +80,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "data", "rules", "num_pages"),
     [

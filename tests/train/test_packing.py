@@ -121,7 +121,7 @@ def texts(lengths, seed=0):
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_losses_are_those_of_rows_with_one_text():
     """Within 1e-6: the same float32 sums in another order. Also where a text is too short to predict far ahead in."""
     config = dataclasses.replace(PAIR, num_nextn_predict_layers=1)

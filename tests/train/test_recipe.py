@@ -53,7 +53,7 @@ def shapes(config):
     return eqx.filter_eval_shape(init, config, key=jax.random.key(0), dtype=jnp.bfloat16)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_it_has_ling_3s_pattern_and_fits_eight_mebibytes(tokenizer):
     config = NANO.config(tokenizer)
     kinds = [(config.attention_kind(layer), config.mlp_kind(layer)) for layer in range(config.num_hidden_layers)]
