@@ -64,7 +64,6 @@ def test_in_every_family(name):
     are_near(answers(adapted, with_adapter(None, "b", asked)), expected[2::3])
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("to", exhaustively(QUANTIZED))
 def test_over_quantized_weights(to):

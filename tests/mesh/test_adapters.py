@@ -17,7 +17,6 @@ from ling3.adapters.adapter import adaptable
 from ling3.leaves import array_leaves
 from ling3.mesh import Rules, place
 
-SLOW = pytest.mark.slow
 SUMS, SAME_BITS, BOTH = Rules(sums=True), Rules(same_bits=True), Rules(experts=("data", "tensor"))
 
 
@@ -73,12 +72,12 @@ def expected(name):
     return forward(ling3.with_adapter(model(name), random_adapter(model(name))))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [
-        pytest.param("tiny", 2, 1, SUMS, marks=SLOW),
-        pytest.param("grouped", 4, 1, SUMS, marks=SLOW),
+        ("tiny", 2, 1, SUMS),
+        ("grouped", 4, 1, SUMS),
         *(pytest.param("tiny", 4, 1, rules, marks=EXHAUSTIVE) for rules in (Rules(), SUMS, SAME_BITS)),
         pytest.param("grouped", 4, 1, Rules(), marks=EXHAUSTIVE),
         pytest.param("flash", 2, 2, BOTH, marks=EXHAUSTIVE),
@@ -96,8 +95,8 @@ def test_logits_are_those_of_one_device(name, tensor, data, rules):
     ("name", "tensor", "data", "rules"),
     [
         ("llama", 2, 2, Rules()),
-        pytest.param("tiny", 2, 1, Rules(), marks=SLOW),
-        pytest.param("tiny", 2, 2, BOTH, marks=SLOW),
+        ("tiny", 2, 1, Rules()),
+        ("tiny", 2, 2, BOTH),
         *(pytest.param("tiny", 2, 1, rules, marks=EXHAUSTIVE) for rules in (SUMS, SAME_BITS)),
         pytest.param("llama", 1, 2, Rules(), marks=EXHAUSTIVE),
         pytest.param("llama", 4, 1, SUMS, marks=EXHAUSTIVE),

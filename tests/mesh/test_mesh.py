@@ -41,16 +41,16 @@ def expected(name):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "data", "rules"),
     [
-        pytest.param("tiny", 2, 1, Rules(), marks=SLOW),
-        pytest.param("nano", 4, 1, Rules(), marks=SLOW),
-        *(pytest.param(name, 4, 1, Rules(sums=True), marks=SLOW) for name in ("tiny", "flash", "nano", "grouped")),
-        pytest.param("tiny", 2, 2, Rules(experts=("data", "tensor")), marks=SLOW),
-        pytest.param("tiny", 4, 2, Rules(experts=None), marks=SLOW),
-        pytest.param("tiny", 4, 2, Rules(experts=None, sums=True), marks=SLOW),
+        ("tiny", 2, 1, Rules()),
+        ("nano", 4, 1, Rules()),
+        *((name, 4, 1, Rules(sums=True)) for name in ("tiny", "flash", "nano", "grouped")),
+        ("tiny", 2, 2, Rules(experts=("data", "tensor"))),
+        ("tiny", 4, 2, Rules(experts=None)),
+        ("tiny", 4, 2, Rules(experts=None, sums=True)),
     ],
 )
 def test_logits_are_those_of_one_device(name, tensor, data, rules):
@@ -80,7 +80,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tensor", "data", "rules", "num_pages"),
     [

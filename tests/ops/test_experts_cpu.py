@@ -166,7 +166,7 @@ class TestWhereItDoesNotSuit:
 class TestModel:
     # The clamps, which are all that the second has besides, have been compared above.
     @pytest.mark.slow
-    @pytest.mark.parametrize("config", [TINY, pytest.param(FLASH, marks=pytest.mark.slow)], ids=["tiny", "flash"])
+    @pytest.mark.parametrize("config", [TINY, FLASH], ids=["tiny", "flash"])
     def test_its_logits_are_the_plain_forms(self, config, monkeypatch):
         # The experts alone are another form.
         monkeypatch.setitem(products.LEAST, "dense", 2**40)
