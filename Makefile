@@ -97,7 +97,7 @@ promise: .venv/installed-test
 slow: .venv/installed-test
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "slow and not optimized and not exhaustive" --durations=30 $(APART) $(MESH:%=--ignore=%)
 
-# The other cases of what all these ask, soaks and experiments at length, every benchmark at toy sizes: as `slow`.
+# The other cases of the laws above, soaks and experiments at length, every benchmark at toy sizes: when `slow` is run, too.
 exhaustive: .venv/installed-real
 	$(QUICKLY) $(BIN)/python -m pytest $(WORKERS) -m "exhaustive and not optimized" $(filter-out %/parity %/real,$(APART)) $(MESH:%=--ignore=%)
 	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive and optimized" $(APART) $(MESH:%=--ignore=%)

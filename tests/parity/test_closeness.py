@@ -1,6 +1,6 @@
 """How far transformers' fp32 and ling3's are from the truth, which is `reference.py` in float64.
 
-Of one row, the longest of those that `test_parity.py` compares: the beginnings of it are in it.
+Each checkpoint has one row, the longest that `test_parity.py` compares, and the shorter ones are its beginnings.
 """
 
 from concurrent.futures import ThreadPoolExecutor
