@@ -139,7 +139,7 @@ _CHECKED = (
     *("ops", "layers", "formats", "model", "mtp", "cache", "execution", "intervention", "mesh", "families"),
     *("adapters", "checkpoint.adapters"),
     *("generate", "score", "serve", "interpret", "train", "evals", "bench", "fleet.fleet", "text.tokenizer"),
-    *("checkpoint.copying", "checkpoint.gguf_checkpoint", "checkpoint.gguf_file", "checkpoint.loading"),
+    *("checkpoint.copying", "checkpoint.gguf_arrays", "checkpoint.gguf_file", "checkpoint.loading"),
     *("checkpoint.quantizing", "checkpoint.repacking", "checkpoint.safetensors_file", "checkpoint.saving"),
     *("checkpoint.scales", "engine.at_end", "engine.capture"),
     *("engine.filters", "engine.forward", "engine.front", "engine.grammars", "engine.intake", "engine.masks"),

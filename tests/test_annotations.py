@@ -20,12 +20,15 @@ from tiny import TINY, open_model
 import ling3
 from ling3 import afd
 from ling3.cache import CacheSpec, Span
+from ling3.checkpoint.gguf_file import open_gguf
 from ling3.engine.masks import words
 from ling3.engine.pool import Pool, Rows
 from ling3.engine.sampling import Sampling
 from ling3.engine.sampling_params import SamplingParams
 from ling3.execution import PLAIN
+from ling3.families.gguf import AS_STORED
 from ling3.families.ling3 import kda_config, mla_config, moe_config
+from ling3.formats.gguf_blocks import BLOCKS
 from ling3.layers.draw import Draw
 from ling3.layers.linear import Linear
 from ling3.layers.mla import MLA, MLAConfig
@@ -394,8 +397,12 @@ def gguf_file(module):
         module.open_gguf(path).numbers("one")
 
 
-def gguf_checkpoint(module):
-    module.in_halves(np.ones((8, 3)), 2)
+def gguf_arrays(module):
+    module._moves_whole(np.arange(64), 32)
+    module._moved(np.zeros((2, 68), np.uint8), np.arange(64), BLOCKS["Q8_0"])
+    with tempfile.TemporaryDirectory() as directory:
+        path = gguf_files.write(pathlib.Path(directory) / "one.gguf", {}, {"one": np.ones((2, 3), np.float32)})
+        module.ArrangedArray(open_gguf(path), "model.norm.weight", ("one",), AS_STORED).made()
 
 
 SLOW = (
@@ -447,7 +454,7 @@ FILES = {
     "engine/verification": verification,
     "engine/masks": masks,
     "checkpoint/gguf_file": gguf_file,
-    "checkpoint/gguf_checkpoint": gguf_checkpoint,
+    "checkpoint/gguf_arrays": gguf_arrays,
     "layers/csa": csa,
     "layers/hyper": hyper,
     "layers/indexed_mla": indexed_mla,

@@ -7,21 +7,18 @@ the process ends. `tensors_of` has the file's tensors under their published name
 import atexit
 import functools
 import json
-import math
 import pathlib
 import re
 import shutil
 import tempfile
 from typing import Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Shaped
-
 from ling3 import families
+from ling3.checkpoint.gguf_arrays import ArrangedArray
 from ling3.checkpoint.gguf_file import Gguf, open_gguf
 from ling3.checkpoint.gguf_vocabulary import PREFIX, tokenizer_files
 from ling3.checkpoint.names import structure
-from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensor, StoredTensors
+from ling3.checkpoint.safetensors_file import CheckpointError, StoredTensors
 from ling3.families.gguf import ROPE_FREQUENCIES
 from ling3.leaves import array_leaves
 from ling3.runtime import quoting
@@ -101,43 +98,28 @@ def published_tensors(gguf: Gguf, config: Any) -> StoredTensors:
     predicts, family = families.without_mtp(config) is None, families.family_of(config)
     paths = {leaf.path for leaf in array_leaves(structure(config, mtp=predicts))}
     decoder_layers = config.num_hidden_layers if predicts else None
-    paired = families.gguf_architecture(gguf).paired
+    arrangement = families.gguf_architecture(gguf).arrangement
     tensors: StoredTensors = {}
-    parts: dict[str, list[str]] = {}
-
-    @functools.lru_cache(maxsize=2)  # a tensor is read in blocks, one after the other
-    def made(published: str) -> np.ndarray:
-        return _made(gguf, config, parts[published])
-
-    def put(published: str, out: np.ndarray) -> None:
-        out[...] = made(published)
-
+    stored: dict[str, list[str]] = {}
     for name, tensor in sorted(gguf.tensors.items()):
         if name == ROPE_FREQUENCIES:
             continue
         path = _path(name, paths, decoder_layers)
         if path is None:
             tensors[name] = tensor
-            continue
-        if ".kv_b_proj." in path and not _in_blocks(gguf, name):
-            path = re.sub(r"\.[kv]_b\.", ".", path)
-        published = family.published(path, config)
-        parts.setdefault(published, []).append(name)
-        if "{}" in path:
+        elif "{}" in path:
             one = tensor._replace(shape=tensor.shape[1:])
             for expert in range(tensor.shape[0]):
                 own = family.published(path.replace("{}", str(expert)), config)
                 tensors[own] = one._replace(name=own, start=tensor.start + expert * one.nbytes)
-        elif path.endswith((".A_log", ".kv_b_proj.weight")):
-            shape = _made_shape(gguf, parts[published])
-            tensors[published] = StoredTensor(
-                tensor.file, published, "F32", shape, tensor.start, put=functools.partial(put, published)
-            )
-        elif paired and path.endswith(_ROTATED):
-            tensors[published] = tensor._replace(name=published, put=functools.partial(put, published))
         else:
-            shape = (math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]) if "_conv1d." in path else tensor.shape
-            tensors[published] = tensor._replace(name=published, shape=shape)
+            whole = ".kv_b_proj." in path and not _in_blocks(gguf, name)
+            stored.setdefault(_of_halves(path) if whole else path, []).append(name)
+    read = functools.lru_cache(maxsize=2)(ArrangedArray.made)  # a tensor is read in blocks, one after the other
+    for path, names in stored.items():
+        published = family.published(path, config)
+        array = ArrangedArray(gguf, path, tuple(names), arrangement(path, names, config))
+        tensors[published] = array.tensor(published, read)
     return tensors
 
 
@@ -147,44 +129,9 @@ def _in_blocks(gguf: Gguf, name: str) -> bool:
     return all(half is not None and half.block for half in halves)
 
 
-_ROTATED = tuple(f".{name}_proj.{field}" for name in ("q", "k") for field in ("weight", "bias"))
-
-
-def _made_shape(gguf: Gguf, names: list[str]) -> tuple[int, ...]:
-    """The shape of the tensor that `_made` makes in float32."""
-    shapes = [gguf.shape(name) for name in names]
-    if len(names) == 1:
-        return (math.prod(shapes[0]),)
-    keys, values = shapes
-    if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
-        raise CheckpointError(
-            f"{gguf.path}: tensors {' and '.join(names)}: found {list(keys)} and {list(values)}; expected [heads, "
-            "latent, nope] and [heads, value, latent]"
-        )
-    return keys[0] * (keys[2] + values[1]), keys[1]
-
-
-def _made(gguf: Gguf, config: Any, names: list[str]) -> np.ndarray:
-    """The published tensor that files have in another arrangement.
-
-    ssm_a              ±exp(A_log), in float32
-    attn_k_b, attn_v_b the two halves of kv_b_proj, unless both are in blocks; the first transposed for each head
-    attn_q, attn_k     with the rows of each head in pairs
-    """
-    if len(names) == 2:
-        keys, values = map(gguf.numbers, names)
-        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, keys.shape[1])
-    [name] = names
-    if ".ssm_a" in name:
-        return np.log(np.abs(gguf.numbers(name))).reshape(-1)
-    heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
-    return in_halves(gguf.tensors[name].array(), heads)
-
-
-def in_halves(stored: Shaped[np.ndarray, "rows ..."], heads: int) -> Shaped[np.ndarray, "rows ..."]:
-    """The rows of each head in two halves, which RoPE rotates against each other, from rows in pairs."""
-    pairs = stored.reshape(heads, -1, 2, *stored.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)
+def _of_halves(path: str) -> str:
+    """The path of the array that has the half of `kv_b_proj` at this path; any other path as it is."""
+    return re.sub(r"\.[kv]_b\.", ".", path)
 
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -198,7 +145,7 @@ OUTSIDE = {
 
 LAYER: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm",),
-    "ffn_norm": ("post_attention_layernorm",),
+    **dict.fromkeys(("ffn_norm", "post_attention_norm"), ("post_attention_layernorm",)),
     **{f"attn_{name}": (f"attention.{name}_proj",) for name in ("q", "k", "v")},
     **{f"attn_{name}_norm": (f"attention.{name}_norm",) for name in ("q", "k")},
     "attn_output": ("attention.o_proj", "attention.dense"),
@@ -206,27 +153,47 @@ LAYER: dict[str, tuple[str, ...]] = {
     **{f"ffn_{name}_exps": (f"mlp.experts.{name}_proj",) for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": (f"mlp.shared_experts.{name}_proj",) for name in ("gate", "up", "down")},
     "ffn_gate_inp": ("mlp.gate",),
+    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate",),
     **{f"ssm_conv1d_{name}": (f"attention.{name}_conv1d",) for name in ("q", "k", "v")},
-    "ssm_beta": ("attention.b_proj",),
+    "ssm_beta": ("attention.b_proj", "attention.in_proj_b"),
     "ssm_f_a": ("attention.f_proj", "attention.f_proj.a_proj"),
     "ssm_f_b": ("attention.f_proj.b_proj",),
     "ssm_g_a": ("attention.g_proj", "attention.g_proj.a_proj"),
     "ssm_g_b": ("attention.g_proj.b_proj",),
-    "ssm_norm": ("attention.o_norm",),
+    "ssm_norm": ("attention.o_norm", "attention.norm"),
+    "ssm_alpha": ("attention.in_proj_a",),
+    "ssm_ba": ("attention.in_proj_ba",),
+    "ssm_in": ("attention.in_proj_qkvz",),
+    "attn_qkv": ("attention.in_proj_qkv", "attention.in_proj_qkvz"),
+    "ssm_conv1d": ("attention.conv1d",),
+    "ssm_out": ("attention.out_proj",),
     "attn_q_a": ("attention.q_a_proj",),
     "attn_q_a_norm": ("attention.q_a_layernorm",),
     "attn_q_b": ("attention.q_b_proj",),
     "attn_kv_a_mqa": ("attention.kv_a_proj_with_mqa",),
     "attn_kv_a_norm": ("attention.kv_a_layernorm",),
     **{f"attn_{half}_b": (f"attention.kv_b_proj.{half}_b",) for half in ("k", "v")},
-    "attn_gate": ("attention.g_proj",),
+    "attn_gate": ("attention.g_proj", "attention.in_proj_z", "attention.in_proj_qkvz"),
+    "indexer.attn_q_b": ("attention.indexer.wq_b",),
+    "indexer.attn_k": ("attention.indexer.wk",),
+    "indexer.k_norm": ("attention.indexer.k_norm",),
+    "indexer.proj": ("attention.indexer.weights_proj",),
     # A multi-token-prediction layer.
     **{f"nextn.{name}": (name,) for name in ("eh_proj", "enorm", "hnorm")},
     **dict.fromkeys(("nextn.shared_head_norm", "layer_output_norm"), ("final_layernorm",)),
 }
 """The modules of a layer, by the names of their tensors in a file; of several, the one that the layer has."""
 
-FIELDS = {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias", "exp_probs_b.bias": "mlp.gate.expert_bias"}
+FIELDS = {
+    "ssm_a": "attention.A_log",
+    "ssm_dt.bias": "attention.dt_bias",
+    "exp_probs_b.bias": "mlp.gate.expert_bias",
+    **{f"hc_{part}_{name}.weight": f"{part}_hc.{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale")},
+    **{
+        f"indexer_compressor_{name}.weight": f"attention.indexer.index_kpool_compress_{name}"
+        for name in ("gate", "ape")
+    },
+}
 """The arrays of a layer that are named as a whole."""
 
 
@@ -248,5 +215,7 @@ def _path(name: str, paths: set[str], decoder_layers: int | None) -> str | None:
         return f"{layer}.{FIELDS[stored]}"
     module, _, field = stored.rpartition(".")
     candidates = [f"{layer}.{path}.{field}" for path in LAYER.get(module, ())]
-    path = next((path for path in candidates if path in paths), next(iter(candidates), None))
+    candidates += [path.replace(".attention.", ".attention.mla.") for path in candidates]  # beside an indexer
+    known = (path for path in candidates if _of_halves(path) in paths)
+    path = next(known, next(iter(candidates), None))
     return None if path is None else path.replace(".mlp.experts.", ".mlp.experts.{}.")

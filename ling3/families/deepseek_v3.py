@@ -10,6 +10,16 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import transformer
 from ling3.families.config_fields import Only, field, found, too_large
 from ling3.families.family import Family
+from ling3.families.gguf import (
+    ATTENTION,
+    LATENT,
+    LATENT_KEYS,
+    Contents,
+    GgufArchitecture,
+    Keys,
+    latent_fields,
+    rope_scaling,
+)
 from ling3.families.transformer import count, size
 from ling3.layers.mla import MLA, MLAConfig
 from ling3.layers.moe import MoE, MoEConfig
@@ -172,6 +182,41 @@ def shared_copy(name: str, config: DeepseekV3Config) -> str | None:
     return own.get(_of_mtp(name, config) or "", transformer.tied_copy(name, config))
 
 
+_LOG = "rope.scaling.yarn_log_multiplier"
+
+
+def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
+    """The fields of a GGUF file's config that follow from several keys, or from tensors.
+
+    The key of YaRN's magnitude is a tenth of `mscale_all_dim`, to which files take `mscale` to be equal.
+    """
+    scaling, log = rope_scaling(contents, keys), keys.get(_LOG)
+    if scaling is not None and log:
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log)
+    return {
+        **latent_fields(keys),
+        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "routed_scaling_factor": keys.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm", False),
+        "num_nextn_predict_layers": keys.get("nextn_predict_layers", 0),
+        "tie_word_embeddings": "output.weight" not in contents.tensors,
+        "rope_scaling": scaling,
+    }
+
+
+_OWN_NAMES = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+LATENT_GGUF = {
+    **{key: _OWN_NAMES.get(name, name) for key, name in {**ATTENTION, **LATENT}.items()},
+    "expert_group_count": "n_group",
+}
+"""The fields of a GGUF file's keys, in a config with DeepSeek-V3's."""
+GGUF = GgufArchitecture(
+    "deepseek2",
+    LATENT_GGUF,
+    _more_fields,
+    unused=LATENT_KEYS | {"attention.q_lora_rank", "expert_weights_norm", "nextn_predict_layers", _LOG},
+)
+
 FAMILY = Family(
     name="DeepSeek-V3",
     architectures=(DeepseekV3Config.architecture,),
@@ -186,4 +231,5 @@ FAMILY = Family(
     mtp=mtp_layer,
     mtp_layers=lambda config: config.num_nextn_predict_layers,
     with_mtp_layers=lambda config, count: dataclasses.replace(config, num_nextn_predict_layers=count),
+    gguf=(GGUF,),
 )

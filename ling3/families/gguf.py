@@ -5,11 +5,11 @@ llama.cpp's converters write (gguf-py 0.19, `Keys`).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
 from ling3.families.rope_scaling import RopeScaling
 from ling3.runtime.quoting import shown
@@ -39,6 +39,23 @@ Keys = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """How the array of a checkpoint is made of the tensors that a file has for it, which are joined along their rows.
+
+    Its row i is row `rows[i]` of the file and its column j is column `columns[j]`; None keeps the order. `offset` is
+    added to the file's numbers.
+    """
+
+    rows: Int[np.ndarray, " rows"] | None = None
+    columns: Int[np.ndarray, " columns"] | None = None
+    offset: float = 0.0
+
+
+AS_STORED = Arrangement()
+"""The arrangement of an array that a file has as the checkpoint has it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GgufArchitecture:
     """A `general.architecture` of GGUF files, and how to read its metadata."""
 
@@ -51,8 +68,8 @@ class GgufArchitecture:
     """Keys that change no result."""
     lists: frozenset[str] = frozenset()
     """Keys whose values are lists, with an item for each layer."""
-    paired: bool = False
-    """True if the rows of q and k alternate between the two halves of a head that RoPE rotates against each other."""
+    arrangement: Callable[[str, Sequence[str], Any], Arrangement] = lambda path, stored, config: AS_STORED
+    """`arrangement(path, stored, config)`: how the array at a path of the tree is made of these tensors of a file."""
 
     def raw(self, contents: Contents) -> dict[str, Any]:
         """The fields of the `config.json` that the file was made from.
@@ -104,7 +121,7 @@ EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 """The fields that experts add."""
-HYBRID = {
+LATENT = {
     **EXPERTS,
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
@@ -114,11 +131,11 @@ HYBRID = {
     "expert_shared_count": "num_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace",
 }
-"""The fields that hybrids of KDA and MLA with experts add to `ATTENTION`."""
+"""The fields that models of MLA with experts add to `ATTENTION`."""
 SCHEDULE = "attention.head_count_kv"
-"""The key that says which layers have linear attention, in hybrids."""
-HYBRID_KEYS = frozenset((SCHEDULE, "attention.key_length", "attention.key_length_mla", "expert_gating_func"))
-"""The further keys of such hybrids, from which fields follow or whose values are fixed."""
+"""The key that says which layers have linear attention, in hybrids of KDA and MLA."""
+LATENT_KEYS = frozenset((SCHEDULE, "attention.key_length", "attention.key_length_mla", "expert_gating_func"))
+"""The further keys of such models, from which fields follow or whose values are fixed."""
 ROPE_KEYS = frozenset(
     f"rope.{key}"
     for key in (
@@ -191,7 +208,7 @@ def check_router(keys: Keys, law: Literal["softmax", "sigmoid"]) -> None:
 
 
 def latent_fields(keys: Keys) -> dict[str, Any]:
-    """The fields of a hybrid with KDA and MLA that follow from several keys; its router's scores are sigmoids."""
+    """The fields of a model with MLA that follow from several keys; its router's scores are sigmoids."""
     check_router(keys, "sigmoid")
     found = [keys.get("attention.key_length_mla"), keys.get("rope.dimension_count"), keys.get("block_count")]
     numbers = [value for value in (*found, keys.get("nextn_predict_layers", 0)) if type(value) is int]

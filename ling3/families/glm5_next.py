@@ -10,9 +10,10 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import kimi_linear, transformer
 from ling3.families.config_fields import Only, check, field, found, published, read, rules, too_large
-from ling3.families.deepseek_v3 import moe_config
+from ling3.families.deepseek_v3 import LATENT_GGUF, moe_config
 from ling3.families.deepseek_v4 import hyper_config
 from ling3.families.family import Family
+from ling3.families.gguf import LATENT_KEYS, SCHEDULE, Contents, GgufArchitecture, Keys, latent_fields, schedule
 from ling3.families.quantization import Quantization
 from ling3.families.qwen3_5 import NESTED, text_of
 from ling3.families.transformer import count, size
@@ -24,6 +25,7 @@ from ling3.layers.mlp import MLP
 from ling3.layers.moe import MoE
 from ling3.model import CausalLM, FeedForward, Mixer
 from ling3.ops.swiglu import SwiGLU
+from ling3.runtime.quoting import shown
 
 LINEAR, INDEXED = "linear_attention", "deepseek_sparse_attention"
 _SYNONYMS = {"full_attention": INDEXED, "indexed_attention": INDEXED}
@@ -296,6 +298,55 @@ def skipped(name: str, config: Glm5NextConfig) -> bool:
     return name.startswith(("model.visual.", *further))
 
 
+_CLAMPS, _INDEXERS = ("swiglu_clamp_exp", "swiglu_clamp_shexp"), "attention.indexer.types"
+
+
+def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
+    """The fields of a GGUF file's config that follow from several keys, or from tensors."""
+    fields = latent_fields(keys)
+    full = schedule(keys, fields["num_hidden_layers"])
+    limits = {limit for key in _CLAMPS for limit in keys.get(key, ())}
+    if len(limits) != 1:
+        raise ValueError(f"{' and '.join(_CLAMPS)}: found {shown(sorted(limits))}; expected one limit for all layers")
+    linear = {
+        "kda_layers": [layer for layer, own in enumerate(full) if not own],
+        "full_attn_layers": [layer for layer, own in enumerate(full) if own],
+        "num_heads": keys.get("attention.head_count"),
+        "head_dim": keys.get("kda.head_dim"),
+        "short_conv_kernel_size": keys.get("ssm.conv_kernel", 4),
+        "gate_lower_bound": keys.get("kda.gate_lower_bound"),
+    }
+    return {
+        **fields,
+        "linear_attn_config": linear,
+        "swiglu_limit": limits.pop(),
+        "indexer_types": ["full" if own else "shared" for own in keys.get(_INDEXERS, ())] or None,
+        "tie_word_embeddings": "output.weight" not in contents.tensors,
+    }
+
+
+GGUF = GgufArchitecture(
+    "glm5-next",
+    {
+        **LATENT_GGUF,
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+        "attention.indexer.kpool": "index_kpool",
+        "attention.indexer.kpool_select_tail": "index_kpool_always_select_tail",
+        "hyper_connection.count": "hc_mult",
+        "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+        "hyper_connection.epsilon": "hc_eps",
+        "expert_weights_norm": "norm_topk_prob",
+        "nextn_predict_layers": "num_nextn_predict_layers",
+    },
+    _more_fields,
+    unused=LATENT_KEYS
+    | {*_CLAMPS, _INDEXERS, "ssm.conv_kernel", "kda.head_dim", "kda.gate_lower_bound", "attention.layer_norm_epsilon"},
+    lists=frozenset((SCHEDULE, _INDEXERS, *_CLAMPS)),
+)
+
 FAMILY = Family(
     name="GLM-5.3-Flash",
     architectures=(ARCHITECTURE,),
@@ -310,4 +361,5 @@ FAMILY = Family(
     copies=lambda name, config: (
         f"{NESTED}embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else None
     ),
+    gguf=(GGUF,),
 )

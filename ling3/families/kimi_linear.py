@@ -12,8 +12,8 @@ from ling3.families.config_fields import Only, as_object, check, field, publishe
 from ling3.families.family import Family
 from ling3.families.gguf import (
     ATTENTION,
-    HYBRID,
-    HYBRID_KEYS,
+    LATENT,
+    LATENT_KEYS,
     SCHEDULE,
     Contents,
     GgufArchitecture,
@@ -301,9 +301,9 @@ def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
 
 GGUF = GgufArchitecture(
     "kimi-linear",
-    {**ATTENTION, **HYBRID, "expert_group_count": "num_expert_group", "expert_weights_norm": "moe_renormalize"},
+    {**ATTENTION, **LATENT, "expert_group_count": "num_expert_group", "expert_weights_norm": "moe_renormalize"},
     _more_fields,
-    unused=HYBRID_KEYS | {"ssm.conv_kernel", "kda.head_dim"},
+    unused=LATENT_KEYS | {"ssm.conv_kernel", "kda.head_dim"},
     lists=frozenset((SCHEDULE,)),
 )
 FAMILY = Family(

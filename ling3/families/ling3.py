@@ -11,8 +11,8 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families.family import Family
 from ling3.families.gguf import (
     ATTENTION,
-    HYBRID,
-    HYBRID_KEYS,
+    LATENT,
+    LATENT_KEYS,
     SCHEDULE,
     Contents,
     GgufArchitecture,
@@ -239,7 +239,7 @@ def _more_fields(contents: Contents, keys: Keys) -> dict[str, Any]:
 
 _KEYS = {
     **ATTENTION,
-    **HYBRID,
+    **LATENT,
     "attention.q_lora_rank": "q_lora_rank",
     "ssm.conv_kernel": "short_conv_kernel_size",
     "kda.head_dim": "head_dim",
@@ -254,7 +254,7 @@ _KEYS = {
 }
 _LISTS = frozenset((SCHEDULE, "swiglu_clamp_exp", "swiglu_clamp_shexp"))
 GGUF = tuple(
-    GgufArchitecture(name, _KEYS, _more_fields, unused=HYBRID_KEYS, lists=_LISTS)
+    GgufArchitecture(name, _KEYS, _more_fields, unused=LATENT_KEYS, lists=_LISTS)
     for name in ("bailingmoe3", "bailing-hybrid")
 )
 

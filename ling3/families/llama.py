@@ -1,11 +1,13 @@
 """Llama 2, 3, 3.1 and 3.2, and Yi (`LlamaForCausalLM`): grouped-query attention and SwiGLU."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families.config_fields import field
-from ling3.families.gguf import GROUPED, GgufArchitecture, transformer_fields
+from ling3.families.gguf import AS_STORED, GROUPED, Arrangement, GgufArchitecture, transformer_fields
 from ling3.families.transformer import TransformerConfig, build, dense_mlp, family, gqa_config
 from ling3.layers.gqa import GQA
 from ling3.model import CausalLM
@@ -35,5 +37,17 @@ def init(config: LlamaConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> CausalL
     )
 
 
-GGUF = GgufArchitecture("llama", GROUPED, transformer_fields, paired=True)
+_ROTATED = tuple(f".{name}_proj.{field}" for name in ("q", "k") for field in ("weight", "bias"))
+
+
+def _in_halves(path: str, stored: Sequence[str], config: LlamaConfig) -> Arrangement:
+    """The rows of q and k, which alternate in files between the two halves of a head that RoPE rotates."""
+    if not path.endswith(_ROTATED):
+        return AS_STORED
+    heads = config.num_attention_heads if ".q_proj." in path else config.num_key_value_heads
+    places = np.arange(heads * config.head_dim).reshape(heads, -1, 2)
+    return Arrangement(rows=places.swapaxes(1, 2).reshape(-1))
+
+
+GGUF = GgufArchitecture("llama", GROUPED, transformer_fields, arrangement=_in_halves)
 FAMILY = family("Llama", LlamaConfig, init, GGUF)

@@ -9,6 +9,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import qwen3_next, transformer
 from ling3.families.config_fields import ConfigError, Only, as_object, field, rules
 from ling3.families.family import Family, Place
+from ling3.families.gated_deltanet_gguf import architecture
 from ling3.families.qwen3_next import HybridFields, predictor
 from ling3.model import CausalLM, FeedForward
 from ling3.mtp import MTP
@@ -135,4 +136,7 @@ def mtp_layer(config: Qwen35Config, number: int, *, key: PRNGKeyArray, dtype: DT
     return predictor(config, lambda own: transformer.dense_mlp(config, own, dtype), key=key, dtype=dtype)
 
 
-FAMILY = family("Qwen3.5", Qwen35Config, "Qwen3_5ForConditionalGeneration", init, mtp_layer)
+FAMILY = dataclasses.replace(
+    family("Qwen3.5", Qwen35Config, "Qwen3_5ForConditionalGeneration", init, mtp_layer),
+    gguf=(architecture("qwen35", "mtp_num_hidden_layers", sparse=False, grouped=False),),
+)

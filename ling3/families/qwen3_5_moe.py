@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from ling3.families import qwen3_5
 from ling3.families.config_fields import Only
 from ling3.families.family import Place
+from ling3.families.gated_deltanet_gguf import architecture
 from ling3.families.qwen3_5 import TextFields
 from ling3.families.qwen3_moe import ExpertFields
 from ling3.families.qwen3_next import HybridFields, predictor
@@ -74,4 +75,7 @@ def stacked(name: str, shape: tuple[int, ...], config: Qwen35MoeConfig) -> Place
     return Place(f"{experts}.gate_up_proj", (config.num_experts, 2 * rows, columns), start)
 
 
-FAMILY = qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, mtp_layer, stacked)
+FAMILY = dataclasses.replace(
+    qwen3_5.family("Qwen3.5-MoE", Qwen35MoeConfig, "Qwen3_5MoeForConditionalGeneration", init, mtp_layer, stacked),
+    gguf=(architecture("qwen35moe", "mtp_num_hidden_layers", sparse=True, grouped=False),),
+)

@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from ling3.families import transformer
 from ling3.families.config_fields import Only, field, found
+from ling3.families.gated_deltanet_gguf import architecture
 from ling3.families.qwen3_moe import SparseFields
 from ling3.families.rope_scaling import RopeScaling, read_partial_scaling
 from ling3.families.transformer import build, count, size
@@ -176,8 +177,9 @@ def published_name(name: str, config: HybridFields) -> str:
     return transformer.published_name(name.replace(".shared_experts.", ".shared_expert."), config)
 
 
+GGUF = architecture("qwen3next", "num_nextn_predict_layers", sparse=True, grouped=True, more={"norm_topk_prob": True})
 FAMILY = dataclasses.replace(
-    transformer.family("Qwen3-Next", Qwen3NextConfig, init),
+    transformer.family("Qwen3-Next", Qwen3NextConfig, init, GGUF),
     published=published_name,
     skips=lambda name, config: name.startswith("mtp."),
     mtp=mtp_layer,

@@ -18,9 +18,9 @@ from exhaustive_cases import exhaustively, thoroughly
 from random_checkpoint import CLAMPED, TINY_LIKE
 
 import ling3
-from ling3.checkpoint import CheckpointError, gguf_checkpoint, hub
+from ling3.checkpoint import CheckpointError, hub
 from ling3.checkpoint.gguf_file import open_gguf
-from ling3.families import ConfigError
+from ling3.families import ConfigError, llama
 from ling3.families.kimi_linear import KimiLinearConfig
 from ling3.interpret import inspect
 from ling3.leaves import array_leaves
@@ -434,9 +434,9 @@ def test_a_kv_b_proj_in_two_parts_that_do_not_fit(shape, tmp_path):
 
 
 def test_pairs_become_halves():
-    rows = np.arange(12).reshape(12, 1)
-    found = gguf_checkpoint.in_halves(rows, 2)
-    assert found[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    config = dataclasses.replace(tiny_transformers.open_model("llama").config, num_attention_heads=2, head_dim=6)
+    how = llama.GGUF.arrangement("model.layers.0.attention.q_proj.weight", ["blk.0.attn_q.weight"], config)
+    assert how.rows.tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
 def test_a_directory_with_a_gguf_file_and_no_weights_names_it(tmp_path):

@@ -5,9 +5,9 @@ import json
 
 
 class LlamaServer:
-    """llama.cpp's server of a GGUF file."""
+    """llama.cpp's server of a GGUF file; with `wide`, keys and values are kept in float32."""
 
-    def __init__(self, path):
+    def __init__(self, path, wide=False):
         import xllamacpp  # noqa: PLC0415 - the tests are skipped without it
 
         params = xllamacpp.CommonParams()
@@ -15,6 +15,9 @@ class LlamaServer:
         params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 1024, 1, 1
         params.warmup = params.ui = params.fit_params = False
         params.verbosity = -1
+        if wide:
+            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(params)
         self.connection = http.client.HTTPConnection(self.server.listening_address.removeprefix("http://"))
 
