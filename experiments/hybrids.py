@@ -121,6 +121,8 @@ def draw(tasks: Mapping[str, Reported], figure: Any) -> None:
 
     The measure is the share of wrong answers in percent, on a logarithmic axis; of text it is the loss in nats.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415 -- takes long to import
+
     panels = figure.subplots(1, len(tasks), sharey=True)
     for (name, runs), axes in zip(tasks.items(), panels, strict=True):
         for row, variant in enumerate(runs.variants):
@@ -137,7 +139,10 @@ def draw(tasks: Mapping[str, Reported], figure: Any) -> None:
         else:
             axes.set(xscale="log")
             axes.set_xlabel("wrong answers, %", fontsize=8)
+            low, high = axes.get_xlim()
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high < 1000 * low else (1.0,)))
             axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_yticks(range(len(VARIANTS)), list(VARIANTS), fontsize=9)
     panels[0].invert_yaxis()
