@@ -67,22 +67,24 @@ def predicted(task):
 # Mamba-2's law adds to what a key holds already; lightning's decays are constants that no input changes. The last two
 # are softmax attention, for comparison. What a mixer saves in parameters its model has as wider MLPs.
 #
+# | mixer | law of its state |
+# |---|---|
+# | KDA | $\hat S = \mathrm{Diag}(e^{g})\,S$, then $S \leftarrow \hat S + \beta\,k\,(v - \hat S^\top k)^\top$ |
+# | KDA, softplus | the same with $g = -e^{A}\,\mathrm{softplus}(\cdot)$ instead of $-5\,\sigma(\cdot)$ |
+# | KDA, beta to 2 | KDA with $\beta \in [0, 2]$ instead of $[0, 1]$ |
+# | Gated DeltaNet | KDA with one $g$ per head |
+# | Mamba-2 | $S \leftarrow e^{g} S + \beta\,k\,v^\top$ |
+# | lightning | the same with a constant $g$ per head, and $\beta = 1$ |
+# | window | softmax over the last 16 tokens |
+# | full attention | softmax over all tokens |
+#
 # The bytes are those of one sequence in float32, from the shapes of the states: those that it always has, and those
 # that each token of context adds. (Behind a window an engine frees them again.)
 
 # %%
-LAWS = {
-    "KDA": r"$S \leftarrow \mathrm{Diag}(e^{g})\,S$, then $S \leftarrow S + \beta\,k\,(v - S^\top k)^\top$; "
-    r"$g = -5\,\sigma(\cdot)$ per channel",
-    "KDA, softplus": r"the same with $g = -e^{A}\,\mathrm{softplus}(\cdot)$",
-    "KDA, beta to 2": r"the same with $\beta \in [0, 2]$ instead of $[0, 1]$",
-    "Gated DeltaNet": r"KDA with one $g$ per head",
-    "Mamba-2": r"$S \leftarrow e^{g} S + \beta\,k\,v^\top$",
-    "lightning": r"the same with a constant $g$ per head, and $\beta = 1$",
-    "window": "softmax over the last 16 tokens",
-    "full attention": "softmax over all tokens",
-}
-shapes = {name: eqx.filter_eval_shape(tasks["recall"].experiment.model, name, jax.random.key(0)) for name in VARIANTS}
+experiment = tasks["recall"].experiment
+key = jax.random.key(0)
+shapes = {name: eqx.filter_eval_shape(experiment.model, name, key) for name in VARIANTS}
 
 
 def parameters(model):
@@ -101,8 +103,8 @@ always = {name: remembered(own, 1024) - 1024 * per_token[name] for name, own in 
 assert max(sizes.values()) <= 1.01 * min(sizes.values())
 assert {per_token[name] for name in VARIANTS[:6]} == {352} and always["full attention"] == 0
 table(
-    ["", "law", "parameters", "bytes always", "bytes a token"],
-    [[name, LAWS[name], f"{sizes[name]:,}", f"{always[name]:,}", f"{per_token[name]:,}"] for name in VARIANTS],
+    ["", "parameters", "bytes always", "bytes a token"],
+    [[name, f"{sizes[name]:,}", f"{always[name]:,}", f"{per_token[name]:,}"] for name in VARIANTS],
 )
 
 # %% [markdown]
@@ -134,8 +136,9 @@ def results(task):
         return [*(f"{value:.3g}" for value in values), f"{mean:.3g}"]
 
     unit = "loss, nats a token" if losses else "wrong answers, %"
+    titles = ["", "best rate", f"{unit}: seed 1", "seed 2", "seed 3"]
     return table(
-        ["", "best rate", f"{unit}: seed 1", "seed 2", "seed 3", "mean", "steps to 90 %"],
+        [*titles, "mean", "steps to 90 %"],
         [
             [name, f"{runs.reported[name][0].learning_rate:g}", *numbers(name),
              ", ".join(str(steps or "–") for steps in runs.steps_to_90(name))]

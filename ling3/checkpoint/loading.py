@@ -34,8 +34,9 @@ from ling3.formats import KeyValueHalves, QuantizedMatrix, in_model
 from ling3.layers.linear import Linear
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.agreement import Together
-from ling3.mesh.rules import WHOLE, Rules, Share
+from ling3.mesh.rules import Rules
 from ling3.mesh.sharding import Layout, check, place, plan
+from ling3.mesh.share import WHOLE, Share
 from ling3.model import CausalLM, Origin
 from ling3.runtime.entry_checks import refuse_fork
 from ling3.runtime.progress import progress
@@ -292,16 +293,17 @@ def _copies(
     if share.axis is None:
         yield from _whole(weights, source, array)
         return
-    first, end = share.spans[number]
-    array[(slice(None),) * share.axis + (slice(end - first, None),)] = 0  # padding
-    if share.axis == 0 and weights[0].expert is not None:
-        yield from _whole(weights[first:end], source, array[: end - first])
-        return
-    for weight in weights:
-        if weight.expert is None:
-            yield from _rows(weight, source, array, leaf.value.shape, share.axis, first, end)
-        else:
-            yield from _rows(weight, source, array[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
+    for at, first, end in share.runs(number):
+        own = array[share.rows(at, array.shape[share.axis])] if at else array
+        own[share.rows(end - first, own.shape[share.axis])] = 0  # padding, or what follows
+        if share.axis == 0 and weights[0].expert is not None:
+            yield from _whole(weights[first:end], source, own[: end - first])
+            continue
+        for weight in weights:
+            if weight.expert is None:
+                yield from _rows(weight, source, own, leaf.value.shape, share.axis, first, end)
+            else:
+                yield from _rows(weight, source, own[weight.expert], leaf.value.shape[1:], share.axis - 1, first, end)
 
 
 def _whole(weights: Sequence[Weight], source: StoredTensors, array: np.ndarray) -> Iterator[Copy]:

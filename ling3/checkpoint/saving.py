@@ -29,9 +29,9 @@ from ling3.mesh import sharding
 from ling3.mesh.agreement import Together
 from ling3.mesh.gathering import gathered
 from ling3.mesh.placement import Placement
-from ling3.mesh.rules import WHOLE, Share
 from ling3.mesh.sharded import placement_of
 from ling3.mesh.sharding import check, processes
+from ling3.mesh.share import WHOLE, Share
 from ling3.model import CausalLM
 from ling3.runtime.progress import progress
 from ling3.runtime.quoting import shown

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Int32, Shaped
 
 from ling3.adapters.adapter import scales
-from ling3.mesh.rules import WHOLE
 from ling3.mesh.sharded import placement_of
+from ling3.mesh.share import WHOLE
 from ling3.model import CausalLM
 from ling3.runtime import strict_json
 from ling3.runtime.interrupts import held_back

@@ -26,8 +26,8 @@ from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh import Rules, sharding
 from ling3.mesh.chips import CHIPS, Chip
-from ling3.mesh.rules import Share
 from ling3.mesh.sharded import Sharded
+from ling3.mesh.share import Share
 from ling3.model import CausalLM
 from ling3.ops.spread import Spread
 

@@ -52,27 +52,31 @@ class GatedDeltaNet(eqx.Module):
     [q | k | v | z] and [b | a]; Qwen3.5 has the four of [q | k | v], z, b and a, without groups.
     """
 
-    in_proj_qkvz: Annotated[Matrix | None, "(keys+keys+values+values) hidden"]  # these two are grouped by key head,
-    in_proj_ba: Annotated[Matrix | None, "(value_heads+value_heads) hidden"]
-    in_proj_qkv: Annotated[Matrix | None, "(keys+keys+values) hidden"]  # or these four are plain
-    in_proj_z: Annotated[Matrix | None, "values hidden"]
-    in_proj_b: Annotated[Matrix | None, "value_heads hidden"]
-    in_proj_a: Annotated[Matrix | None, "value_heads hidden"]
+    # Either two matrices, grouped by key head,
+    in_proj_qkvz: Annotated[Matrix | None, "groups·(key+key+values+values) hidden"]
+    in_proj_ba: Annotated[Matrix | None, "groups·(repeats+repeats) hidden"]
+    # or four plain ones.
+    in_proj_qkv: Annotated[Matrix | None, "packed hidden"]
+    in_proj_z: Annotated[Matrix | None, "heads·value hidden"]
+    in_proj_b: Annotated[Matrix | None, "heads hidden"]
+    in_proj_a: Annotated[Matrix | None, "heads hidden"]
     conv1d: ShortConv
-    A_log: Annotated[Float[Array, " heads"], "value_heads"]
-    dt_bias: Annotated[Float[Array, " heads"], "value_heads"]
+    A_log: Float[Array, " heads"]
+    dt_bias: Float[Array, " heads"]
     norm: GatedRMSNorm
-    out_proj: Annotated[Matrix, "hidden values"]
-    key_heads: int = eqx.field(static=True)
+    out_proj: Annotated[Matrix, "hidden heads·value"]
+    repeats: int = eqx.field(static=True)
+    """The number of heads that a key head serves."""
     key: int = eqx.field(static=True)
 
     @staticmethod
     def init(config: GatedDeltaNetConfig, *, key: PRNGKeyArray, dtype: DTypeLike) -> "GatedDeltaNet":
         """Random weights; initial decay rates -g are log-uniform in [0.001, 0.1] nats per token, as KDA's."""
         keys = iter(jax.random.split(key, 9))
-        inner, values = config.key_heads * config.key, config.heads * config.value
-        sizes = {"hidden": config.hidden, "keys": inner, "values": values, "value_heads": config.heads}
-        draw = Draw(GatedDeltaNet, sizes, keys, dtype, config.std)
+        packed = 2 * config.key_heads * config.key + config.heads * config.value
+        repeats = config.heads // config.key_heads
+        groups = {"groups": config.key_heads, "repeats": repeats, "values": repeats * config.value, "packed": packed}
+        draw = Draw(GatedDeltaNet, vars(config) | groups, keys, dtype, config.std)
         rate = 0.1 * 100.0 ** -jax.random.uniform(next(keys), (config.heads,), jnp.float32)
         scale = jax.random.uniform(next(keys), (config.heads,), jnp.float32, minval=1.0, maxval=16.0)
         grouped = ("in_proj_qkvz", "in_proj_ba")
@@ -80,12 +84,12 @@ class GatedDeltaNet(eqx.Module):
         drawn = {name: draw(name) for name in (grouped if config.grouped else plain)}
         return GatedDeltaNet(
             **{name: drawn.get(name) for name in (*grouped, *plain)},
-            conv1d=ShortConv.init(2 * inner + values, config.taps, key=next(keys), axes=("channels", "taps")),
+            conv1d=ShortConv.init(packed, config.taps, key=next(keys), axes=("packed", "taps")),
             A_log=jnp.log(scale),
             dt_bias=bias_of_rate(rate, scale, None),
             norm=GatedRMSNorm.init(config.value, config.eps),
             out_proj=draw("out_proj"),
-            key_heads=config.key_heads,
+            repeats=repeats,
             key=config.key,
         )
 
@@ -93,6 +97,16 @@ class GatedDeltaNet(eqx.Module):
     def heads(self) -> int:
         """The number of heads, which are those of the values."""
         return self.A_log.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """The number of key heads, each of which has a group of heads."""
+        return self.heads // self.repeats
+
+    @property
+    def packing(self) -> tuple[int, int, int]:
+        """The channels of all q, of all k and of all v, which follow each other in the convolution."""
+        return self.groups * self.key, self.groups * self.key, self.heads * self.value
 
     @property
     def value(self) -> int:
@@ -132,10 +146,10 @@ class GatedDeltaNet(eqx.Module):
         """The convolution's inputs [q | k | v], z, b and a, of which the last two are float32 or wider."""
         dtype = wide(x.dtype)
         if self.in_proj_qkvz is not None and self.in_proj_ba is not None:
-            by_head = {"h": self.key_heads}
+            by_head = {"h": self.groups}
             qkvz = rearrange(self.in_proj_qkvz(x, execution), "b s (h c) -> b s h c", **by_head)
             ba = rearrange(self.in_proj_ba(x, execution, dtype), "b s (h c) -> b s h c", **by_head)
-            values = self.value * self.heads // self.key_heads
+            values = self.repeats * self.value
             q, k, v, z = jnp.split(qkvz, (self.key, 2 * self.key, 2 * self.key + values), axis=-1)
             b, a = (rearrange(part, "b s h r -> b s (h r)") for part in jnp.split(ba, 2, axis=-1))
             qkv = jnp.concatenate([rearrange(part, "b s h c -> b s (h c)") for part in (q, k, v)], axis=-1)
@@ -167,8 +181,8 @@ class GatedDeltaNet(eqx.Module):
         Wide[Array, "batch seq {self.heads} {self.value}"],
     ]:
         """q (of length key^-0.5) and k (of length 1) of every head, which its key head repeats, and v."""
-        keys = self.key_heads * self.key
+        keys, _, _ = self.packing
         q, k, v = jnp.split(y, (keys, 2 * keys), axis=-1)
-        q, k = (l2_normalize(rearrange(part, "b s (h k) -> b s h k", h=self.key_heads)) for part in (q, k))
-        q, k = (jnp.repeat(part, self.heads // self.key_heads, axis=2) for part in (q * self.key**-0.5, k))
+        q, k = (l2_normalize(rearrange(part, "b s (h k) -> b s h k", h=self.groups)) for part in (q, k))
+        q, k = (jnp.repeat(part, self.repeats, axis=2) for part in (q * self.key**-0.5, k))
         return q, k, rearrange(v, "b s (h v) -> b s h v", h=self.heads)

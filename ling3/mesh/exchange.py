@@ -1,6 +1,7 @@
 """The collectives around a matmul with a sharded weight, inside `jax.shard_map`."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -29,6 +30,8 @@ class Exchange:
     gathered: W has some rows, and every device needs all outputs; summed: inputs and columns are sharded alike, so the
     partial products are added (psum); sliced: W is complete, and each device keeps its part of the outputs.
     """
+    packed: tuple[int, ...] = ()
+    """The sizes of the kinds of sliced outputs that follow each other, each of which is sliced for itself."""
     fenced: bool = False
     """Put a fusion barrier after the product: XLA may round fused operations differently."""
 
@@ -62,12 +65,17 @@ class Exchange:
         """The outputs that a device has after the exchange."""
         if self.y == "gathered":
             return self._together(y)
-        if self.y == "sliced":
-            width, last = self.outputs_of(y.shape[-1]), y.ndim - 1
-            filled = jnp.pad(y, [(0, 0)] * last + [(0, width * self.parts - y.shape[-1])])
-            part = lax.axis_index(self.axis) // self.repeats
-            return lax.dynamic_slice_in_dim(filled, part * width, width, axis=last)
-        return y
+        if self.y != "sliced":
+            return y
+        kinds = jnp.split(y, tuple(itertools.accumulate(self.packed[:-1])), axis=-1)
+        sliced = [self._slice(own) for own in kinds]
+        return sliced[0] if len(sliced) == 1 else jnp.concatenate(sliced, axis=-1)
+
+    def _slice(self, y: Float[Array, "*batch outer"]) -> Float[Array, "*batch part"]:
+        width, last = -(-y.shape[-1] // self.parts), y.ndim - 1
+        filled = jnp.pad(y, [(0, 0)] * last + [(0, width * self.parts - y.shape[-1])])
+        part = lax.axis_index(self.axis) // self.repeats
+        return lax.dynamic_slice_in_dim(filled, part * width, width, axis=last)
 
     def _together(self, x: Float[Array, "*batch part"]) -> Float[Array, "*batch all"]:
         every = lax.all_gather(x, self.axis, axis=x.ndim - 1)

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
-from ling3.mesh.rules import Share
 from ling3.mesh.sharding import processes
+from ling3.mesh.share import Share
 
 CHUNK = 2**28
 """The most bytes of an array that the devices gather at once."""
@@ -31,22 +31,20 @@ def gathered(value: jax.Array, share: Share, mesh: Mesh) -> Shaped[np.ndarray, "
     there = {share.spans[share.number(index)] for device, index in places.items() if device.process_index == first}
     if there == set(share.spans):
         for shard in value.addressable_shards if keeps else ():
-            begin, end = share.spans[share.number(shard.index)]
-            whole[_rows(share, begin, end)] = _on_host(shard.data)[_rows(share, 0, end - begin)]
+            part = _on_host(shard.data)
+            for at, begin, end in share.runs(share.number(shard.index)):
+                whole[share.rows(begin, end)] = part[share.rows(at, at + end - begin)]
         return whole
     size = min(share.width, max(1, share.width * CHUNK // value.nbytes))
     for start in range(0, share.width, size):
         at = min(start, share.width - size)  # all chunks have one size, so that one program gathers them
         every = jax.block_until_ready(_everyones(value, mesh, share, np.int32(at), size))
-        for (begin, end), part in zip(share.spans, _on_host(every.addressable_data(0))) if keeps else ():
-            until = min(at + size, end - begin)
-            if until > at:
-                whole[_rows(share, begin + at, begin + until)] = part[_rows(share, 0, until - at)]
+        for number, part in enumerate(_on_host(every.addressable_data(0))) if keeps else ():
+            for place, begin, end in share.runs(number):
+                low, high = max(at, place), min(at + size, place + end - begin)
+                if low < high:
+                    whole[share.rows(begin + low - place, begin + high - place)] = part[share.rows(low - at, high - at)]
     return whole
-
-
-def _rows(share: Share, begin: int, end: int) -> tuple[slice, ...]:
-    return (slice(None),) * (share.axis or 0) + (slice(begin, end),)
 
 
 def _on_host(value: jax.Array) -> Shaped[np.ndarray, "..."]:

@@ -4,22 +4,39 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-
-import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Int, Shaped
+from typing import Protocol, runtime_checkable
 
 from ling3.formats import KeyValueHalves, QuantizedMatrix
 from ling3.layers.adapted import Adapted
 from ling3.layers.linear import Matrix
 from ling3.leaves import ArrayLeaf
 from ling3.mesh.exchange import LOCAL, Exchange
+from ling3.mesh.share import WHOLE, Share, devices_along
 
 WIDTH = 64
 """A device computes a multiple of this many outputs of a matrix, which keeps the order of the unsharded sums."""
 
 HEADS = ("heads", "kv_heads", "groups")
 """The logical axes that count heads, or groups of heads."""
+
+PACKED = "packed"
+"""The logical axis of the channels of several kinds of heads: those of all heads of one kind, then of the next."""
+
+
+@runtime_checkable
+class PackedHeads(Protocol):
+    """A layer with arrays along the axis `PACKED`."""
+
+    @property
+    def packing(self) -> tuple[int, ...]:
+        """The number of channels of each kind of heads, in order."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of heads, of which a device has all kinds or none."""
+        ...
+
 
 Axes = str | tuple[str, ...] | None
 """One axis of the mesh, several (the first varies slowest), or none."""
@@ -87,93 +104,9 @@ class Rules:
 
     def axes_of(self, logical: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of the mesh ({axis: size}) along which a logical axis is sharded; empty if it is replicated."""
-        named = {"heads": self.heads, "kv_heads": self.heads, "groups": self.heads, "intermediate": self.intermediate}
+        named = dict.fromkeys((*HEADS, PACKED), self.heads) | {"intermediate": self.intermediate}
         found = (named | {"experts": self.experts, "vocab": self.vocab}).get(logical)
         return tuple(axis for axis in ((found,) if isinstance(found, str) else found or ()) if axis in mesh)
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The part of an array on device d: [first, end) = spans[d] along `axis`, padded with zeros to `width`."""
-
-    axis: int | None = None
-    over: tuple[str, ...] = ()
-    """The mesh axes that `axis` is sharded over."""
-    spans: tuple[tuple[int, int], ...] = ()
-    width: int = 0
-
-    @staticmethod
-    def even(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], multiple: int = 1) -> "Share":
-        """Parts of equal width, a multiple of `multiple`; the last ones may be padding in part, or entirely."""
-        devices = _devices(over, mesh)
-        width = -(-size // (devices * multiple)) * multiple
-        spans = tuple((min(d * width, size), min((d + 1) * width, size)) for d in range(devices))
-        return Share(axis, over, spans, width)
-
-    @staticmethod
-    def repeated(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> "Share":
-        """Equal parts, each of which is on `repeats` neighbouring devices."""
-        devices = _devices(over, mesh)
-        width = size * repeats // devices
-        spans = tuple((d // repeats * width, (d // repeats + 1) * width) for d in range(devices))
-        return Share(axis, over, spans, width)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The spec of the stored array, which concatenates all devices' parts."""
-        return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, self.over)
-
-    def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored array (all devices' parts concatenated) for an array of shape `whole`."""
-        return self._sized(whole, self.width * len(self.spans))
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one device's part of an array of shape `whole`."""
-        return self._sized(whole, self.width)
-
-    def unstored(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the unsharded array, given that of the stored one, which has padding and repeats."""
-        return self._sized(stored, max((end for _, end in self.spans), default=0))
-
-    def _sized(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
-        return whole if self.axis is None else (*whole[: self.axis], size, *whole[self.axis + 1 :])
-
-    def places(self, index: tuple[Int[np.ndarray, " n"], ...]) -> tuple[Int[np.ndarray, " n"], ...]:
-        """Converts indices of elements (an array per axis) from the unsharded array to the stored one."""
-        if self.axis is None:
-            return index
-        begins = np.asarray([begin for begin, _ in self.spans])
-        part = np.searchsorted(begins, begins[np.searchsorted(begins, index[self.axis], side="right") - 1])
-        own = index[self.axis] - begins[part] + part * self.width
-        return (*index[: self.axis], own, *index[self.axis + 1 :])
-
-    def number(self, index: tuple[slice, ...]) -> int:
-        """The number of the part that this index (a slice per axis) selects in the stored array."""
-        return 0 if self.axis is None else (index[self.axis].start or 0) // self.width
-
-    def part(self, whole: Shaped[np.ndarray, "..."], number: int) -> Shaped[np.ndarray, "..."]:
-        """Part `number` of an unsharded array, padded to `width`."""
-        if self.axis is None:
-            return whole
-        first, end = self.spans[number]
-        own = whole[(slice(None),) * self.axis + (slice(first, end),)]
-        missing = [(0, self.width - (end - first) if i == self.axis else 0) for i in range(whole.ndim)]
-        return np.pad(own, missing)
-
-    def whole(self, stored: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """The unsharded array, from the stored one: without repeats and padding."""
-        if self.axis is None:
-            return stored
-        kept, seen = [], set()
-        for number, (first, end) in enumerate(self.spans):
-            if (first, end) not in seen and first < end:
-                kept.append(np.arange(number * self.width, number * self.width + end - first))
-                seen.add((first, end))
-        return np.take(stored, np.concatenate(kept), axis=self.axis)
-
-
-WHOLE = Share()
-"""Replicated: every device has all of the array."""
 
 
 _COMMON = {"lora_A": 1, "A": 1, "lora_B": 0, "B": 0}
@@ -214,7 +147,7 @@ def _of_matrix(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> tuple[
     stacked = bool(stack) or isinstance(leaf.module, KeyValueHalves)  # which has two stacks
     counted, partial = [*stack, outer, inner], rules.sums or stacked
     over = {axis: rules.axes_of(axis, mesh) for axis in counted}
-    if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, "vocab")):
+    if rules.same_bits and any(over[axis] for axis in counted if axis in (*HEADS, PACKED, "vocab")):
         return (WHOLE, LOCAL) if stack else _gathered(leaf, over[outer] or over[inner], mesh)
     if stack and (axes := over[stack[0]]):
         size = leaf.module.shape[0]
@@ -240,7 +173,11 @@ def _of_update(leaf: ArrayLeaf, adapted: Adapted, mesh: Mapping[str, int], rules
 
 def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:
     """The share of an array that belongs to no matrix: sharded by heads, if it has any."""
-    if rules.same_bits or "heads" not in leaf.axes or not (axes := rules.axes_of("heads", mesh)):
+    if rules.same_bits or not (axes := rules.axes_of("heads", mesh)):
+        return WHOLE
+    if PACKED in leaf.axes:
+        return _packed(leaf, leaf.axes.index(PACKED), axes, mesh)
+    if "heads" not in leaf.axes:
         return WHOLE
     at = leaf.axes.index("heads")
     return _cut(at, leaf.value.shape[at], axes, mesh, _repeats(leaf, "heads", leaf.units("heads"), axes, mesh))
@@ -248,7 +185,7 @@ def _of_heads(leaf: ArrayLeaf, mesh: Mapping[str, int], rules: Rules) -> Share:
 
 def _gathered(leaf: ArrayLeaf, axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[Share, Exchange]:
     """For `same_bits`: a matrix sharded by rows, whose inputs and gathered outputs every device has."""
-    (rows, _), [axis], devices = leaf.module.shape, axes, _devices(axes, mesh)
+    (rows, _), [axis], devices = leaf.module.shape, axes, devices_along(axes, mesh)
     if (
         rows % devices or not _aligned(leaf, rows // devices) or leaf.module.axes[1] == "latent"
     ):  # attention reads this matrix's numbers
@@ -260,23 +197,38 @@ def _outputs(
     leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], narrow: bool
 ) -> tuple[Share, Exchange]:
     """A matrix whose outputs are sharded; `narrow` allows parts of any width, not only aligned ones."""
-    outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, _devices(axes, mesh)
+    outer, rows, [axis], devices = leaf.module.axes[own], leaf.module.shape[own], axes, devices_along(axes, mesh)
     if outer == "vocab":
         return Share.even(own, rows, axes, mesh, math.lcm(WIDTH, _step(leaf.module, 0))), Exchange(
             axis, devices, y="gathered"
         )
-    repeats = _repeats(leaf, outer, leaf.units(outer), axes, mesh)
-    share = _cut(own, rows, axes, mesh, repeats)
-    if narrow or _aligned(leaf, share.width):
+    if outer == PACKED:
+        share, repeats = _packed(leaf, own, axes, mesh), 1
+    else:
+        repeats = _repeats(leaf, outer, leaf.units(outer), axes, mesh)
+        share = _cut(own, rows, axes, mesh, repeats)
+    blocks = all(own % (devices * _step(leaf.module, 0)) == 0 for own in share.packed)
+    if narrow or (blocks and _aligned(leaf, share.width)):
         return share, LOCAL
-    return WHOLE, Exchange(axis, devices // repeats, repeats, y="sliced")
+    return WHOLE, Exchange(axis, devices // repeats, repeats, y="sliced", packed=share.packed)
+
+
+def _packed(leaf: ArrayLeaf, at: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> Share:
+    """An even share of each kind of heads. Raises MeshError if the devices cannot share the heads evenly."""
+    layer = next(module for module in reversed(leaf.around) if isinstance(module, PackedHeads))
+    if _repeats(leaf, "groups", layer.groups, over, mesh) > 1:
+        raise MeshError(
+            f"{leaf.path}: {devices_along(over, mesh)} devices cannot share {layer.groups} groups of heads, of which "
+            f"no two can have the same; use at most {layer.groups}"
+        )
+    return dataclasses.replace(Share.even(at, sum(layer.packing), over, mesh), packed=layer.packing)
 
 
 def _inputs(
     leaf: ArrayLeaf, own: int, axes: tuple[str, ...], mesh: Mapping[str, int], sums: bool
 ) -> tuple[Share, Exchange]:
     """A matrix whose inputs are sharded: by columns with `sums`, otherwise by rows."""
-    weight, inner, [axis], devices = leaf.module.shape, leaf.module.axes[own + 1], axes, _devices(axes, mesh)
+    weight, inner, [axis], devices = leaf.module.shape, leaf.module.axes[own + 1], axes, devices_along(axes, mesh)
     repeats = _repeats(leaf, inner, leaf.units(inner), axes, mesh)
     if sums:
         if leaf.field == "bias":
@@ -322,7 +274,8 @@ def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
         return WHOLE
     spans = [(first // step, -(-end // step)) for first, end in share.spans]
     whole = all(edge % step == 0 or edge == size for span in share.spans for edge in span)
-    within = "scale" in leaf.field and all(end - first <= 1 for first, end in spans)
+    whole = whole and all(own % (step * len(spans)) == 0 for own in share.packed)
+    within = "scale" in leaf.field and not share.packed and all(end - first <= 1 for first, end in spans)
     if not whole and not within:
         what, parts = ("rows", "columns")[axis], len(set(share.spans))
         shares = {d: size // d for d in range(1, parts + 1) if size % d == 0}
@@ -332,7 +285,8 @@ def _in_elements(leaf: ArrayLeaf, share: Share) -> Share:
             f"that are stored together; {', '.join(map(str, fits))} can share them, or leave "
             f"{matrix.axes[share.axis]} whole in Rules"
         )
-    return dataclasses.replace(share, spans=tuple(spans), width=-(-share.width // step))
+    packed = tuple(own // step for own in share.packed)
+    return dataclasses.replace(share, spans=tuple(spans), width=-(-share.width // step), packed=packed)
 
 
 def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], repeats: int) -> Share:
@@ -341,7 +295,7 @@ def _cut(axis: int, size: int, over: tuple[str, ...], mesh: Mapping[str, int], r
 
 def _repeats(leaf: ArrayLeaf, axis: str, units: int, over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """How many neighbours have the same part of an axis of `units` heads; raises MeshError if no even split exists."""
-    devices = _devices(over, mesh)
+    devices = devices_along(over, mesh)
     if axis not in HEADS or units % devices == 0:
         return 1
     if devices % units:
@@ -351,7 +305,3 @@ def _repeats(leaf: ArrayLeaf, axis: str, units: int, over: tuple[str, ...], mesh
             f"multiple of {units}, where several devices have the same"
         )
     return devices // units
-
-
-def _devices(axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes)

@@ -15,8 +15,9 @@ from ling3.layers.moe import Experts
 from ling3.leaves import ArrayLeaf, array_leaves
 from ling3.mesh.exchange import LOCAL, Exchange
 from ling3.mesh.placement import Placement
-from ling3.mesh.rules import MeshError, Rules, Share, share_of
+from ling3.mesh.rules import MeshError, Rules, share_of
 from ling3.mesh.sharded import Sharded, placement_of
+from ling3.mesh.share import Share
 from ling3.model import CausalLM
 from ling3.ops.spread import Spread
 

@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import MANY, MESHES, TOKENS, exact, logits, logits_as_computed, mesh, model, rounding_error, tolerance
+from meshes import (
+    FAMILIES,
+    MANY,
+    MESHES,
+    TOKENS,
+    exact,
+    logits,
+    logits_as_computed,
+    mesh,
+    model,
+    rounding_error,
+    tolerance,
+)
 
 import ling3
 from ling3.mesh import place
@@ -14,7 +26,7 @@ from ling3.mesh import place
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("where", MESHES),
-    pytest.mark.parametrize("name", ["tiny", "flash", "nano", "grouped"]),
+    pytest.mark.parametrize("name", ["tiny", "flash", "nano", "grouped", *FAMILIES]),
 ]
 
 PROMPTS = [TOKENS[i % 2, : (5, 40, 17, 33, 20, 2)[i]].tolist() for i in range(6)]

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny_transformers
+from meshes import FAMILIES, delta
 from tiny import FLASH, TINY
 
 import ling3
@@ -42,6 +43,8 @@ def config(name):
         return ling3.load("nano").config
     if name == "grouped":
         return tiny_transformers.open_model("qwen3-moe").config
+    if name in FAMILIES:
+        return delta(name)
     return dataclasses.replace({"tiny": TINY, "flash": FLASH}[name], hidden_size=64, num_attention_heads=8)
 
 
@@ -106,6 +109,7 @@ CASES = [
     ("tiny", 2, 1, Rules()),
     ("tiny", 8, 1, SUMS),
     ("grouped", 8, 1, Rules()),
+    *((name, 4, 1, Rules()) for name in FAMILIES),
     *(
         pytest.param(name, tensor, 1, rules, marks=slow)
         for name in ("tiny", "flash", "nano", "grouped")
@@ -167,7 +171,7 @@ def test_quantized_tensors_are_cut_by_rows_and_columns(tmp_path):
 
 
 def test_random_numbers_are_those_of_one_device():
-    for name, tensor, rules in [("tiny", 4, Rules()), ("grouped", 8, SUMS)]:
+    for name, tensor, rules in [("tiny", 4, Rules()), ("grouped", 8, SUMS), ("delta", 4, Rules())]:
         own = ling3.init(config(name), key=jax.random.key(3), dtype=jnp.bfloat16)
         expected = place(own, mesh(tensor), rules)
         found = ling3.init(config(name), key=jax.random.key(3), dtype=jnp.bfloat16, mesh=mesh(tensor), rules=rules)

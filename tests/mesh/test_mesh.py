@@ -5,12 +5,13 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import TOKENS, mesh, model, placed, tolerance
+from meshes import FAMILIES, TOKENS, mesh, model, placed, tolerance
 
 import ling3
 from ling3.evals.predictions import fingerprint
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, plan
+from ling3.mesh.rules import share_of
 
 SETTINGS = {
     "max_running_requests": 4,
@@ -59,9 +60,23 @@ def test_logits_are_those_of_one_device(name, tensor, data, rules):
         assert np.abs(found - own).max() <= tolerance(name)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_heads_whose_channels_follow_each_other_are_cut_one_kind_after_the_other(name):
+    """Its states too: the memory of a sequence is shared by the devices."""
+    one, cut = model(name), placed(name, 8)
+    for found, own in zip(forward(cut), expected(name), strict=True):
+        assert np.abs(found - own).max() <= tolerance(name)
+    packed = [share for share in cut.placement.shares if share.packed == (64, 64, 128)]
+    assert {share.width for share in packed} == {32} and cut.shapes == one.shapes
+    state = cut.init_cache(2, 64).layers[0].recurrent
+    assert state.shape == one.init_cache(2, 64).layers[0].recurrent.shape
+    assert {shard.data.shape[1] for shard in state.addressable_shards} == {2}
+
+
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", ["tiny", "flash", "nano", "grouped"])
+@pytest.mark.parametrize("name", ["tiny", "flash", "nano", "grouped", *FAMILIES])
 def test_bits_do_not_depend_on_the_number_of_devices_where_asked(name):
     """A mesh of one device beside larger ones; without a mesh XLA may fuse otherwise."""
     one, *others = (forward(placed(name, tensor, 1, Rules(same_bits=True))) for tensor in (1, 2, 4, 8))
@@ -142,9 +157,16 @@ def test_answers_keep_their_bits_however_requests_arrive(tensor, data, rules, nu
     assert found > 60 and (preempted > 0 or data > 1)
 
 
+def _packed_over_sixteen():
+    [leaf] = [leaf for leaf in array_leaves(model("delta")) if leaf.path == "model.layers.0.attention.conv1d.weight"]
+    share_of(leaf, {"tensor": 16}, Rules())
+
+
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(MeshError, match=r"heads are 8, which 3 devices cannot share evenly; 1, 2, 4, 8 can"):
         plan(model("tiny"), mesh(3))
+    with pytest.raises(MeshError, match="16 devices cannot share 8 groups of heads, of which no two can have the same"):
+        _packed_over_sixteen()
     with pytest.raises(ValueError, match="sums or same_bits"):
         Rules(sums=True, same_bits=True)
 

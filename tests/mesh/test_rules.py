@@ -11,7 +11,8 @@ from ling3.formats import GgufBlocks
 from ling3.layers.linear import Linear
 from ling3.leaves import array_leaves
 from ling3.mesh import MeshError, Rules, place
-from ling3.mesh.rules import Share, share_of
+from ling3.mesh.rules import share_of
+from ling3.mesh.share import Share
 
 
 @pytest.mark.parametrize(

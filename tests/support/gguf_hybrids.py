@@ -35,9 +35,8 @@ def model_of(name, predicted=0, **changes):
         linear = dataclasses.replace(config.linear_attn_config, num_heads=4, head_dim=32)
         changes = {"linear_attn_config": linear, **changes}
     sizes = {**_SIZES, **own, **_EXPERTS, "mlp_only_layers": ()}
-    config = dataclasses.replace(
-        config, **{key: size for key, size in sizes.items() if hasattr(config, key)}, **changes
-    )
+    known = {key: size for key, size in sizes.items() if hasattr(config, key)}
+    config = dataclasses.replace(config, **{**known, **changes})
     if predicted:
         config = family_of(config).with_mtp_layers(config, predicted)
     model = ling3.init(config, key=jax.random.key(0), mtp=predicted > 0)

@@ -25,7 +25,18 @@ EIGHT_HEADS = {
     "v_head_dim": 32,
     "initializer_range": 0.1,
 }
-SEEDS = {"tiny": 9, "flash": 1}
+DELTA = {
+    "hidden_size": 64,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "initializer_range": 0.1,
+}
+"""Eight groups of heads, whose channels four devices share aligned and eight do not."""
+FAMILIES = {"delta": "qwen3.5", "delta by key head": "qwen3-next"}
+"""Models of Gated DeltaNet and their case in `tiny_transformers`."""
+SEEDS = {"tiny": 9, "flash": 1, "delta": 0, "delta by key head": 0}
 """Of models that amplify rounding little (`test_every_mesh.py` holds them to it)."""
 MANY = np.random.default_rng(4).integers(3, 64, (16, 40))
 """So many rows as a mean of squares needs: over two of them the ratio of two roundings is anything from 0.6 to 1.3."""
@@ -45,7 +56,7 @@ MESHES = {
 
 @functools.cache
 def model(name: str, dtype=jnp.float32) -> ling3.CausalLM:
-    """A model of Ling-3's two shapes with 8 heads, nano, or one of a family of grouped queries; on one device."""
+    """A model of Ling-3's two shapes with 8 heads, nano, or one of another family; on one device."""
     if dtype == jnp.float64:
         with jax.enable_x64(False):  # the same weights, whichever is asked for first
             single = model(name)
@@ -54,8 +65,15 @@ def model(name: str, dtype=jnp.float32) -> ling3.CausalLM:
         return ling3.load("nano", dtype)
     if name == "grouped":
         return tiny_transformers.open_model("qwen3-moe")
+    if name in FAMILIES:
+        return ling3.init(delta(name), key=jax.random.key(SEEDS[name]))
     config = dataclasses.replace({"tiny": TINY, "flash": FLASH}[name], **EIGHT_HEADS)
     return open_model(config, SEEDS[name], dtype)
+
+
+def delta(name: str):
+    """The config of a model of Gated DeltaNet."""
+    return dataclasses.replace(tiny_transformers.open_model(FAMILIES[name]).config, **DELTA)
 
 
 @functools.cache
