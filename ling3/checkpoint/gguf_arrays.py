@@ -1,6 +1,7 @@
 """The arrays of a checkpoint from the tensors of a GGUF file that has them in another arrangement."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -39,10 +40,10 @@ class ArrangedArray:
         def put(out: np.ndarray) -> None:
             out[...] = read(self).reshape(out.shape)
 
-        shape = self._published_shape(self._shape())
+        shape, how = self._published_shape(self._shape()), {"put": put, "made": functools.partial(read, self)}
         if self._decoded:
-            return StoredTensor(first.file, published, "F32", shape, first.start, put=put)
-        return first._replace(name=published, shape=shape, put=put)
+            return StoredTensor(first.file, published, "F32", shape, first.start, **how)
+        return first._replace(name=published, shape=shape, **how)
 
     def made(self) -> Shaped[np.ndarray, "..."]:
         """The array's numbers, or its rows of blocks."""
@@ -60,7 +61,9 @@ class ArrangedArray:
             joined = joined[self.how.rows]
         if self.how.columns is None:
             return joined
-        return joined[:, self.how.columns] if self._blocks is None else _moved(joined, self.how.columns, self._blocks)
+        if self._blocks is None:
+            return np.take(joined, self.how.columns, axis=1)
+        return _moved(joined, self.how.columns, self._blocks)
 
     @property
     def _logarithm(self) -> bool:

@@ -100,6 +100,8 @@ class StoredTensor(NamedTuple):
     """ggml's name of the blocks that it consists of, if the file is a GGUF file; their bytes are its elements."""
     put: Callable[[np.ndarray], None] | None = None
     """Puts the tensor into an array of its shape; None if it is read as it is stored."""
+    made: Callable[[], np.ndarray] | None = None
+    """Returns the numbers that `put` puts, if they are kept somewhere, so that parts of them are read from there."""
 
     def __str__(self) -> str:
         return f"{self.name}, in {self.file.path.name}"
@@ -136,8 +138,11 @@ class StoredTensor(NamedTuple):
         if out.size == math.prod(self.shape) and out.flags.c_contiguous:
             self.put(out.reshape(self.shape))
             return
-        whole = np.empty(self.shape, out.dtype)
-        self.put(whole)
+        if self.made is not None:
+            whole = self.made()
+        else:
+            whole = np.empty(self.shape, out.dtype)
+            self.put(whole)
         for i, row in enumerate(out):
             row[:] = whole.reshape(-1)[start + i * stride : start + i * stride + out.shape[1]]
 

@@ -7,6 +7,8 @@ from block_matrices import drawn
 from gguf_hybrids import ARCHITECTURES, model_of
 
 import ling3
+from ling3.checkpoint.gguf_checkpoint import published_tensors
+from ling3.checkpoint.gguf_file import open_gguf
 from ling3.families import ConfigError
 from ling3.formats.gguf_blocks import BLOCKS, GgufBlocks
 from ling3.layers.gated_deltanet import GatedDeltaNet
@@ -97,6 +99,16 @@ def test_columns_in_another_order_keep_blocks_that_fit_a_head(kind, heads, tmp_p
     numbers = moved.decoded() if isinstance(moved, GgufBlocks) else moved.weight
     by_head = np.asarray(own.decoded()).reshape(64, len(heads), 32)
     np.testing.assert_array_equal(numbers, by_head[:, heads].reshape(64, -1))
+
+
+def test_a_part_of_an_array_in_another_order_is_that_part(tmp_path):
+    model = model_of("qwen3.5")
+    path = gguf_files.write_model(tmp_path / "model.gguf", model, "qwen35")
+    tensors = published_tensors(open_gguf(path), model.config)
+    tensor = tensors["model.language_model.layers.0.linear_attn.out_proj.weight"]
+    part = np.empty((3, 5), np.float32)
+    tensor.read(7, part, 128)  # five elements of every 128
+    np.testing.assert_array_equal(part, np.asarray(attention(model).out_proj.weight)[:3, 7:12])
 
 
 @pytest.mark.parametrize(
